@@ -18,7 +18,7 @@ from typing import Any
 from datamodules.processes.deadline import Held
 from datamodules.processes.foreign import described, print_traceback
 from datamodules.processes.forks import Forks
-from datamodules.processes.guarded import LOG_BYTES, OverMemory, end_all
+from datamodules.processes.guarded import OverMemory, end_all, size_of, written_since
 from datamodules.processes.limits import memory_limit, tell_hidden
 from datamodules.processes.process import Garbled, WorkerProcess
 from datamodules.processes.worker import NotAnAnswer, pickled
@@ -196,7 +196,7 @@ class ProcessCalls(Calls):
             tell_hidden(_log, ", ".join(self._names), "keep_environment", self._keep)
         async with self._under_way.call(), self._free:
             one = await self._process()
-            begin = _size(one.log)
+            begin = size_of(one.log)
             try:
                 await one.ask([job], seconds, held)
                 status, content, over = await one.answer(seconds, held)
@@ -272,20 +272,12 @@ class ProcessCalls(Calls):
         return self.logs and next(path for k in range(len(taken) + 1) if (path := self.logs / f"{k}.log") not in taken)
 
 
-def _size(log: Path | None) -> int:
-    try:
-        return log.stat().st_size if log is not None else 0
-    except OSError:
-        return 0
-
-
 def _copy(log: Path | None, begin: int, to: Path | None) -> None:
-    """What has been written to `log` behind `begin`; all of it where it is shorter by now."""
+    """What has been written to `log` behind `begin`."""
     if log is None or to is None:
         return
-    with suppress(OSError), log.open("rb") as file:  # a full disk, say, costs this only
-        file.seek(begin if _size(log) >= begin else 0)
-        if printed := file.read(LOG_BYTES + 1000):
+    with suppress(OSError):  # a full disk, say, costs this only
+        if printed := written_since(log, begin):
             to.write_bytes(printed)
 
 

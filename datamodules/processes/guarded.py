@@ -276,6 +276,21 @@ def framed(message: bytes) -> bytes:
     return guardian.LENGTH.pack(len(message)) + message
 
 
+def size_of(log: Path | None) -> int:
+    """Bytes of a log; 0 where there is none."""
+    try:
+        return log.stat().st_size if log is not None else 0
+    except OSError:
+        return 0
+
+
+def written_since(log: Path, begin: int) -> bytes:
+    """What has been written to a log behind `begin`; all of it where it is shorter by now. Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(begin if size_of(log) >= begin else 0)
+        return file.read(LOG_BYTES + 1000)
+
+
 def _log_file(log: Path | None) -> str:
     if log is not None:
         with suppress(OSError):  # a full disk, say, is no reason not to train

@@ -2,15 +2,19 @@
 
 Promises: a run that goes on in its directory goes on in W&B; one that goes on in MLflow by `run_id` is not refused for
 parameters that changed, since the ones that it has are left as they are, and told; the metrics of earlier launches stay
-in the run directory, and a launch that logs nothing, one that is refused say, leaves them as they are.
+in the run directory, and a launch that logs nothing, one that is refused say, leaves them as they are; `metrics.csv`
+is whole whenever a run is killed, but for its last row.
 """
 
 from __future__ import annotations
 
+import csv
 import itertools
 import os
 import secrets
+import shutil
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,22 @@ class _Writer(ExperimentWriter):
             keep_metrics(Path(self.log_dir))
             super().log_hparams({})
         super().save()
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        """Row by row into a file beside it, which then takes its place: Lightning's holds all of them in memory, and
+        has emptied the file before it writes, so that a run that is killed then loses its metrics."""
+        logged = Path(self.metrics_file_path).resolve()  # what a link stands for, as when it is opened
+        aside = logged.with_name(f"{logged.name}.part")
+        try:
+            with logged.open(newline="") as rows, aside.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=fieldnames)
+                writer.writeheader()
+                writer.writerows(csv.DictReader(rows))
+            shutil.copymode(logged, aside)
+            os.replace(aside, logged)
+        finally:
+            with suppress(OSError):  # what kept it from its place is told
+                aside.unlink(missing_ok=True)
 
 
 class Metrics(CSVLogger):

@@ -32,6 +32,7 @@ _PYTHON_VARIABLE = "ARBORIST_SGLANG_PYTHON"
 _ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-sglang"
 _MAIN = Path(__file__).parent / "server" / "serve_main.py"
 _TAIL_LINES = 25
+_TAIL_BYTES = 64_000  # a log of days has gigabytes
 _SERVED = {"float64": "float32", **{one: one for one in ("float32", "bfloat16", "float16")}}  # it has no float64
 _SIGNALS = {int(one): one.name for one in signal.Signals}
 _HEALTH_POLL_S = 0.2
@@ -332,7 +333,7 @@ class ServerProcess:
         """Where its log is, and the last lines of this start."""
         try:
             with self.log_file.open("rb") as log:
-                log.seek(self._log_from)
+                log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
         except OSError as error:
             return f"its log cannot be read: {error}"

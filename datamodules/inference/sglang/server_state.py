@@ -23,6 +23,7 @@ from datamodules.processes.awake import awake
 State = Literal["starting", "joining", "ready", "serving", "updating", "suspect", "dirty", "lost", "gone"]
 ONE_RUN = "a server belongs to one run at a time; name others in SGLangEngine.urls"
 UP = ("ready", "serving", "updating", "suspect")  # it works; requests may be running
+_MOST_VERSIONS = 10_000  # that are known by their labels; no request lives through so many
 
 
 class WrongModel(GenerationError):
@@ -38,7 +39,7 @@ class Target:
         paused: whether they are to stand still.
         in_turns: whether they give up their GPU's memory while they do: the trainer computes there then.
         senders: the other ranks that send weights.
-        versions: of all weights that servers were to have so far, by their labels.
+        versions: of the weights that servers were to have so far, the last 10,000 of them, by their labels.
     """
 
     weights: Weights | None = None
@@ -52,6 +53,8 @@ class Target:
         self.weights = weights
         if weights is not None:
             self.versions[weights.label] = weights.version
+            if len(self.versions) > _MOST_VERSIONS:
+                del self.versions[next(iter(self.versions))]
 
 
 class Flight:

@@ -24,7 +24,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool, jsonrpc_message_adapter
 
 from datamodules.processes.deadline import deadline
-from datamodules.processes.guarded import OverMemory
+from datamodules.processes.guarded import OverMemory, size_of, written_since
 from datamodules.processes.limits import memory_limit
 from datamodules.processes.piped import MOST_LINE_BYTES, PipedCommand, TooLong
 from datamodules.workflows.calling import within
@@ -103,7 +103,7 @@ class Connection:
 
     Args:
         server: to connect to.
-        log: file for what it prints, where it is started here.
+        log: file for what it prints, where it is started here; that of a connection which is over may be gone on with.
     """
 
     def __init__(self, server: Server, log: Path | None = None) -> None:
@@ -117,6 +117,11 @@ class Connection:
     @property
     def is_lost(self) -> bool:
         return self._lost or self._holder.done()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self._holder.done() or self._holder.get_loop().is_closed()
 
     async def open(self, seconds: float) -> None:
         """Waits until the server has greeted. Raises ServerLost: it did not, within `seconds`."""
@@ -218,6 +223,7 @@ class _CommandLink:
     def __init__(self, server: CommandServer, log: Path | None) -> None:
         self._server = server
         self._log = log
+        self._log_from = size_of(log)  # servers before it may have written there
         self._process: PipedCommand | None = None
         self._fault = ""
         self._ended = ""
@@ -273,9 +279,10 @@ class _CommandLink:
 
     def printed(self) -> str:
         try:
-            said = self._log.read_text("utf-8", "replace").strip() if self._log is not None else ""
+            written = written_since(self._log, self._log_from) if self._log is not None else b""
         except OSError:
             return ""
+        said = written.decode("utf-8", "replace").strip()
         return f"; it printed, at the end, {said[-_MOST_SHOWN:]!r} (all of it: {self._log})" if said else ""
 
     def kill(self) -> None:

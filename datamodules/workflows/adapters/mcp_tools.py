@@ -9,6 +9,7 @@ episode with it, as what it knew is gone, and so does one that cannot be reached
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -60,7 +61,8 @@ class MCPTools(Toolbox):
 
     Args:
         command: the program and its arguments, as a text or a list of words; it talks over standard input and output,
-            no shell takes part. What it prints to standard error is kept under `agents/` of the run directory.
+            no shell takes part. What it prints to standard error is kept under `agents/` of the run directory, in a
+            file for each of those that run at a time, of which the last megabyte stays.
         url: of a server that runs already; either this or `command`.
         each: "run" shares one server, or session with it, among all episodes: right for tools without a memory.
             "episode" starts one for each episode at its first call, and ends it with the episode: for tools that keep
@@ -122,11 +124,11 @@ class MCPTools(Toolbox):
         self._allow, self._deny = allow, deny
         self._start_s = start_deadline_s
         self._logs: Path | None = None
-        self._count = 0
+        self._writing: dict[Path, Connection] = {}
         self._shared = _Sessions(self._connect, self._name)
 
     def log_to(self, directory: Path) -> None:
-        """Keeps there what servers that are started here print, a file each."""
+        """Keeps there what servers that are started here print; one goes on with the file of another that is over."""
         directory.mkdir(parents=True, exist_ok=True)
         self._logs = directory
 
@@ -137,7 +139,7 @@ class MCPTools(Toolbox):
             if variable not in os.environ:
                 raise ValueError(f"MCPTools.header_variables: {header}: the environment variable {variable} is not set")
         try:
-            found = in_a_thread(lambda: read_tools(self._server, self._start_s, self._next_log()))
+            found = in_a_thread(lambda: read_tools(self._server, self._start_s, self._free_log()))
         except (ServerLost, MCPError, TimeoutError, RuntimeError) as error:
             raise ValueError(f"MCPTools: the MCP server {self._name} {error}") from error
         names = [one.name for one in found]
@@ -185,15 +187,20 @@ class MCPTools(Toolbox):
         self._shared.kill()
 
     async def _connect(self) -> Connection:
-        one = Connection(self._server, self._next_log())
+        log = self._free_log()
+        one = Connection(self._server, log)
+        if log is not None:
+            self._writing[log] = one
         await one.open(self._start_s)
         return one
 
-    def _next_log(self) -> Path | None:
+    def _free_log(self) -> Path | None:
+        """A file that no server writes: one for each episode would be millions, most of them empty."""
         if self._logs is None or isinstance(self._server, HTTPServer):
             return None
-        self._count += 1
-        return self._logs / f"mcp-{self._name}-{self._count}.log"
+        self._writing = {log: one for log, one in self._writing.items() if not one.is_over}
+        names = (self._logs / f"mcp-{self._name}-{number}.log" for number in itertools.count(1))
+        return next(log for log in names if log not in self._writing)
 
 
 class _EpisodeTools(Toolbox):

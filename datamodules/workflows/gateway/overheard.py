@@ -153,10 +153,10 @@ class ConversationRecorder:
             raise RecordingError(
                 f"--record: {directory} holds sessions of a gateway with a model (batch_*.safetensors); name another"
             )
-        self._next()
+        self._number = self._free()
 
-    def _next(self) -> int:
-        """The number of the next conversation there. Raises RecordingError."""
+    def _free(self) -> int:
+        """The number behind all that are there. It takes a listing of the directory. Raises RecordingError."""
         found = (path for path in self.directory.glob("conversations_*.jsonl") if _NAME.fullmatch(path.name))
         last = max(found, default=None)
         if last is None:
@@ -169,10 +169,14 @@ class ConversationRecorder:
     def write(self, records: list[dict[str, Any]]) -> Path:
         """Writes the conversations of a session. Raises RecordingError when the disk refuses it."""
         while True:
+            number = self._number
             try:
-                return self._write(self._next(), records)
-            except FileExistsError:  # of another gateway, just now
-                continue
+                path = self._write(number, records)
+            except FileExistsError:  # of another gateway, since this one looked
+                self._number = self._free()
+            else:
+                self._number = number + max(len(records), 1)  # its own name is taken, even empty
+                return path
 
     def _write(self, number: int, records: list[dict[str, Any]]) -> Path:
         path = self.directory / f"conversations_{number:08d}.jsonl"

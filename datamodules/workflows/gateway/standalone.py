@@ -49,6 +49,11 @@ class SessionRecorder:
 
     def __init__(self, directory: Path) -> None:
         self._recorder = RolloutRecorder(directory)
+        self._number = self._free()
+
+    def _free(self) -> int:
+        """The number behind all that are there. It takes a listing of the directory."""
+        return max(versions(self._recorder.directory), default=-1) + 1
 
     def write(self, session: Session) -> Path:
         """Raises RecordingError when the disk refuses it."""
@@ -60,11 +65,14 @@ class SessionRecorder:
         for one in found:
             one.metadata |= {"session": session.id, "rewarded": total is not None}
         while True:
-            number = max(versions(self._recorder.directory), default=-1) + 1
+            number = self._number
             try:
-                return self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
-            except AlreadyRecorded:  # by another gateway, just now
-                continue
+                path = self._recorder.write(number, [Group(number, prompt.id, 0, label(found, number, 0, 1))])
+            except AlreadyRecorded:  # by another gateway, since this one looked
+                self._number = self._free()
+            else:
+                self._number = number + 1
+                return path
 
 
 def check_new(name: str, over: Container[str], count: int) -> None:

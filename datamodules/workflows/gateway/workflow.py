@@ -3,8 +3,8 @@
 Promises: the agent runs outside of this process, with the address and key of its session where the providers' clients
 look for them; every reply it was given is a training sequence, exactly as it was sampled. An agent that fails, or an
 engine that does, costs its group, and is never scored unless `on_failure` says what agents get whose model may be to
-blame; what it printed is kept. One that has spent its budget is scored for what it did. One whose machine dies plays
-its episode again, and nothing of the first attempt is trained.
+blame; what the first and the latest that fail have printed is kept. One that has spent its budget is scored for what it
+did. One whose machine dies plays its episode again, and nothing of the first attempt is trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,7 @@ from datamodules.workflows.turns import ReplyOptions
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 1000  # characters of what a failed agent printed
+_MOST_KEPT = 100  # files of those that failed first, and as many of the latest
 _TRACEBACK = "Traceback (most recent call last):"
 _ELSEWHERE = re.compile(
     r"[Cc]onnect|Authentication|(?<!File)(?<!Module)NotFound|\b40[134]\b|api_key|base_url|[Tt]imeout|[Tt]imed out"
@@ -165,7 +168,7 @@ class AgentWorkflow:
         self.on_failure = on_failure
         self._failures = 0  # that were scored
         self._host = host
-        self._output: Path | None = None
+        self._outputs: _Outputs | None = None
         self._told: set[str] = set()  # of `_OF_CALLS`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[Gateway] | None = None
@@ -194,8 +197,9 @@ class AgentWorkflow:
         return tuple(self._template().prompt(prompt.conversation()))
 
     def log_to(self, directory: Path) -> None:
-        """Keeps there what agents print: a file a process, and one for each agent that failed."""
-        self._output = directory
+        """Keeps there what agents print: a file a process, and one for each of the first hundred agents that failed or
+        were ended, and of the latest hundred."""
+        self._outputs = _Outputs(directory)
         self._agents[0].log_to(directory / "workers")
         self._agents[1].log_to(directory / "held_out_workers")
 
@@ -227,7 +231,7 @@ class AgentWorkflow:
         if lost:
             session.counts["lost_attempts"] = lost
         door = agents.Door(gateway.admit(session), session.key, session.ended, lambda: engine.held_s)
-        output = self._output and self._output / f"{session.id}.log"
+        output = None if self._outputs is None else self._outputs.directory / f"{session.id}.log"
         failed, nobody = "", _NOBODY.format(finds=self._agents[0].finds)
         try:
             with engine.waiting("agent", prompt.id):
@@ -252,6 +256,8 @@ class AgentWorkflow:
             _log.info("prompt '%s': the agent was ended%s", prompt.id, _printed(output))
             raise
         finally:
+            if self._outputs is not None and output is not None:
+                self._outputs.keep(output)
             gateway.dismiss(session)
             await session.end()  # a service may have calls under way, of which its answer and the reward know nothing
         _check(session)
@@ -332,6 +338,35 @@ class AgentWorkflow:
     def _template(self) -> Chat:
         assert self._chat is not None, "prepare comes first"
         return self._chat
+
+
+class _Outputs:
+    """What agents that failed have printed, a file each. Of thousands the first stay, which say how it began, and the
+    latest.
+
+    Args:
+        directory: for the files. Those that a run which goes on finds there are its first.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        found: list[tuple[int, Path]] = []
+        with suppress(OSError):
+            found = sorted((path.stat().st_mtime_ns, path) for path in directory.glob("*.log"))
+        self._first = min(len(found), _MOST_KEPT)
+        self._latest = deque(path for _, path in found[self._first :])
+
+    def keep(self, file: Path) -> None:
+        """Of an episode that is over: there is none where nothing failed, or was printed."""
+        if not file.exists():
+            return
+        if self._first < _MOST_KEPT:
+            self._first += 1
+            return
+        self._latest.append(file)
+        while len(self._latest) > _MOST_KEPT:
+            with suppress(OSError):
+                self._latest.popleft().unlink(missing_ok=True)
 
 
 def _check(session: Session) -> None:

@@ -282,6 +282,15 @@ class TestInTurns:
             asyncio.run(run(hostile))
 
 
+def test_labels_of_weights_long_gone_are_forgotten() -> None:
+    target, first = Target(), DiskWeights(0, 0, "/m")
+    target.give(first)
+    given = [DiskWeights(version, 0, "/m") for version in range(1, 10_001)]
+    for weights in given:
+        target.give(weights)
+    assert target.versions == {weights.label: weights.version for weights in given}
+
+
 class TestSupervisor:
     """One server that answers as SGLang does. Its silence is made up: no machine stands still for as long."""
 

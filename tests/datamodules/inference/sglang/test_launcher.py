@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_one_that_does_not_come_up_is_an_error_in_time_and_ended(interpreter, tm
     with pytest.raises(ServerDidNotStart, match=r"not healthy within 0\.5 s.*\n.*loading"):
         asyncio.run(process.ready(0.5))
     assert leftovers.members(group) == [] and not scratch.exists()
+
+
+def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
+    process = a_process(tmp_path)
+    process.log_file.parent.mkdir()
+    with process.log_file.open("wb") as log:
+        log.truncate(50_000_000)
+        log.seek(0, os.SEEK_END)
+        log.write("".join(f"line {k}\n" for k in range(40)).encode())
+    tracemalloc.start()
+    try:
+        text = process.tail()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [line.strip() for line in text.splitlines()[1:]] == [f"line {k}" for k in range(15, 40)]
+    assert peak < 1_000_000
 
 
 def test_stop_ends_the_whole_group_and_can_be_repeated(interpreter, tmp_path: Path) -> None:

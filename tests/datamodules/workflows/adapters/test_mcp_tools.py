@@ -200,6 +200,27 @@ def test_an_episodes_own_server_keeps_its_state_and_takes_the_episode_with_it() 
     wait_until(lambda: gone(int(first.split()[-1])))
 
 
+def test_servers_of_episodes_go_on_with_the_files_of_those_that_are_over(tmp_path: Path) -> None:
+    tools = MCPTools(command=SERVER, each="episode")
+    tools.log_to(tmp_path)
+    tools.prepare()
+
+    async def story() -> list[str]:
+        ended = []
+        for call in ("die", "count", "die"):
+            boxes = [tools.open(PROMPT), tools.open(PROMPT)]
+            await asyncio.gather(*(said(one, "count") for one in boxes))
+            ended += [await said(one, call) for one in boxes]
+            for one in boxes:
+                await one.close()  # type: ignore[attr-defined]
+        return ended
+
+    ended = asyncio.run(story())
+    assert len(list(tmp_path.iterdir())) == 2  # as many as ran at a time
+    assert [one.count("the last words") for one in ended] == [1, 1, 0, 0, 1, 1]  # its own, each
+    assert "".join(log.read_text() for log in tmp_path.iterdir()).count("the last words") == 4
+
+
 def test_an_episodes_own_server_that_does_not_answer_any_more_is_not_replaced_by_an_empty_one() -> None:
     tools = MCPTools(command=SERVER, each="episode")
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from datamodules.inference.protocol import GenerationRequest
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.workflows.gateway import AgentWorkflow
+from datamodules.workflows.gateway import workflow as workflow_module
 from datamodules.workflows.gateway.agents import Door, ServiceAgent
 from tests.datamodules.workflows.scripted_engine import WITH_CALLS, Pool, ScriptedEngine, StandingStill, play
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -440,3 +442,17 @@ def test_a_service_that_is_gone_or_never_done() -> None:
 
     with serving(handler) as url, pytest.raises(CallFailed, match=r"was not over after 0\.5 s"):
         run(url, ["x"], deadline_s=0.5)
+
+
+def test_what_the_first_and_the_latest_printed_that_failed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(workflow_module, "_MOST_KEPT", 2)
+    for launch in (range(5), range(5, 9)):
+        workflow = AgentWorkflow(["sh", "-c", "echo of {id} >&2; [ {id} = 3 ]"], max_new_tokens=200, workers=1)
+        workflow.log_to(tmp_path)
+        for k in launch:
+            with pytest.raises(CallFailed):  # the one that ends well has asked for nothing
+                play(workflow, ScriptedEngine(TOKENIZER, []), TOKENIZER, replace(TASK, id=str(k)), None)
+        kept = sorted(path.read_text() for path in tmp_path.glob("*.log"))
+        assert kept == [f"of {k}\n" for k in (0, 1, launch[-2] - (launch[-2] == 3), launch[-1])]

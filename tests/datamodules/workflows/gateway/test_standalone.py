@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from datamodules.files.recording import read_batch, versions
-from datamodules.workflows.gateway import Budget
+from datamodules.workflows.gateway import Budget, standalone
 from datamodules.workflows.gateway.protocols.servable import Sampling
 from datamodules.workflows.gateway.standalone import OpenSessions, SessionRecorder
 from datamodules.workflows.tool_calls import hermes_calls
@@ -85,3 +87,22 @@ async def test_gateways_that_record_into_one_directory_keep_each_others_sessions
                 assert answer.status == 200
     found = [group.trajectories[0] for version in versions(tmp_path) for group in read_batch(tmp_path, version)]
     assert ["of 0" in TOKENIZER.decode(one.tokens) for one in found] == [True, False]
+
+
+@on_a_loop
+async def test_a_session_is_written_without_listing_those_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sessions, looked = opened(ScriptedEngine(TOKENIZER, lambda request: "well"), tmp_path), list[Path]()
+    monkeypatch.setattr(standalone, "versions", lambda directory: looked.append(directory) or versions(directory))
+    for k, listed in enumerate([0, 0, 1, 1]):
+        session = sessions.open(f"named {k}", "key")
+        assert session is not None
+        if k == 2:
+            (tmp_path / "batch_00000002.safetensors").touch()  # of another gateway
+        async with serving(session, ended=sessions.end) as (client, (address,)):
+            assert await ask(client, address, session) == "well"
+            async with client.post(address + "/end", headers=bearer(session)) as answer:
+                assert answer.status == 200
+        assert len(looked) == listed
+    assert versions(tmp_path) == [0, 1, 2, 3, 4]

@@ -215,6 +215,18 @@ def test_gateways_that_record_into_one_directory_keep_each_others_sessions(tmp_p
     assert [json.loads(one)["trial"] for one in lines] == list(range(8))
 
 
+def test_conversations_are_written_without_listing_those_before_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = ConversationRecorder(tmp_path), ConversationRecorder(tmp_path)
+    glob, looked = Path.glob, list[Path]()
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: looked.append(path) or glob(path, pattern))
+    for recorder, count, listed in ((one, 3, 0), (one, 1, 0), (other, 2, 1), (other, 1, 1), (one, 1, 2)):
+        recorder.write([{}] * count)
+        assert len(looked) == listed
+    assert sorted(int(path.stem[-8:]) for path in tmp_path.iterdir()) == [0, 3, 4, 6, 7]
+
+
 def test_conversations_are_counted_right_while_another_gateway_writes_without_hard_links(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
