@@ -220,8 +220,8 @@ def _in_words(value: Any) -> str:
 
 
 def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:
-    """Options of optimizer and scheduler, tried on parameters of their own before a model is built: such as models have,
-    by name, as `with_names` gives them. One that chooses by name, and none of these, is taken at its word."""
+    """Options of optimizer and scheduler, tried before a model is built on parameters such as models have, by name, as
+    `with_names` gives them. One that chooses by name, and none of these, is taken at its word."""
     key = _OPTIMIZER
     try:
         optimizer = _on_trial(make_optimizer)
