@@ -24,7 +24,7 @@ from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
-from modules.objectives.calls import check_alone, check_untrained, shaped, with_stats
+from modules.objectives.calls import check_alone, check_untrained, marked, shaped, with_stats
 from modules.regularisers import LIKELIEST, REGULARISERS
 
 Proximal = Literal["sampler", "recomputed", "interpolated"]
@@ -276,7 +276,7 @@ class Algorithm:
             weights = weights.detach()
             losses = losses * weights
             stats = {**stats, "correction_weight": weights, "correction_square": weights**2, **more}
-        return losses, stats
+        return marked(losses, inputs.logprobs), stats
 
     def costs(self, inputs: LossInputs) -> tuple[Tensor | float, dict[str, Tensor]]:
         """coef x cost of the regularisers in the loss, summed: [T], or 0.0 without any; and each cost [T] by name."""
@@ -286,7 +286,7 @@ class Algorithm:
             cost = shaped(choice(vars(inputs)), inputs.mask, choice)
             total = total + regulariser.coef * cost
             stats[choice.name] = cost.detach()
-        return total, stats
+        return total if isinstance(total, float) else marked(total, inputs.logprobs), stats
 
     # Checks
 

@@ -1,7 +1,7 @@
 """Calls of the functions of a loss: what they may return, and what is tried before training.
 
 Promises: mistakes show in a function's first calls, on made-up tokens, and not in its numbers; one that never says the
-same twice, by chance or by a state of its own, is not refused for that.
+same twice, by chance or by a state of its own, is not refused for that. A value that is not finite shows in gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {got}")
     return value
+
+
+def marked(losses: Tensor, logprobs: Tensor) -> Tensor:
+    """`losses` [T], whose gradient by `logprobs` [T] is not finite where they are not: by gradients all ranks know
+    together that a step is to be skipped, and a value such as log(0) may have none. Others keep theirs to the bit."""
+    return losses + 0 * losses.detach() * logprobs
 
 
 def check_untrained(key: str, choice: Choice, values: Tensor, inputs: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from app.batch import CALL_REWARD, BatchError, RolloutBatch
 from modules import Regulariser
 from modules.algorithm import Algorithm, LossInputs, with_rewards
 from modules.episodes import episode_prompts, episodes
-from modules.objectives import traits
+from modules.objectives import OBJECTIVES, traits, traits_of
 from tests.helpers.tiny_policy import make_batch, naive_grpo
 from tests.modules.objectives.naive_objectives import random_case
 
@@ -365,6 +365,21 @@ def test_statistics_over_sequences_that_are_all_there() -> None:
     assert made.whole_step and made.reward_costs
     Algorithm(objective=noisy)
     Algorithm(objective=no_loss, regularisers=[Regulariser("entropy", 0.1)])  # which trains by these alone
+
+
+@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if not traits_of(one).whole_step])
+def test_a_value_that_is_not_finite_is_a_gradient_that_is_not_and_others_keep_theirs(name: str) -> None:
+    algorithm, case = Algorithm(objective=name), random_case(0)
+    mark: list[Tensor] = []
+    for function in (algorithm.objective, algorithm.losses):
+        inputs = loss_inputs(case.inputs())
+        inputs.logprobs = inputs.logprobs.detach().requires_grad_()
+        given: Any = vars(inputs) if function is algorithm.objective else inputs
+        result = function(given)
+        losses = result[0] if isinstance(result, tuple) else result
+        (found,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
+        mark += [losses.detach(), found]
+    assert torch.equal(mark[0], mark[2]) and torch.equal(mark[1], mark[3])
 
 
 def test_a_cost_that_is_put_nowhere() -> None:
