@@ -52,6 +52,8 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         (1e-5, ["policy.model.layers.0.self_attn.q_proj.weight"]),
         (1e-6, ["policy.model.embed_tokens.weight"]),
     ]
+    whole = PolicyModule(source(), objective="my_parts.of_one_scale")
+    assert whole.algorithm.whole_step and whole.aggregation_mode == "sequence_mean"
     batch = make_batch()
     batch.finish_reasons[1] = "length"
     first, cut, last = batch.split(sys.modules["my_parts"].of_whole_replies(batch))[:3]
