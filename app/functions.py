@@ -6,9 +6,11 @@ leads nowhere, an option that a function does not have, and a parameter nobody f
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -70,15 +72,15 @@ def choose(
     """
     function: Any = given
     if isinstance(given, str):
-        module, _, name = given.rpartition(".")
-        try:
-            function = getattr(importlib.import_module(module), name) if module else named[given]
-        except (ImportError, AttributeError, KeyError) as error:
-            raise ValueError(
-                f"{key}: no function '{given}'; name one of {', '.join(named)}, or give an import path of your own"
-            ) from error
+        function = _named(key, given, named)
     if not callable(function) or inspect.ismodule(function):
         raise ValueError(f"{key}: '{given}' is a {type(function).__name__}, not a function")
+    if inspect.isclass(function):
+        name = given if isinstance(given, str) else function.__name__
+        raise ValueError(
+            f"{key}: '{name}' is a class, of which one made of it is called: write {{class_path: {name}, init_args:"
+            " {...}}"
+        )
     name = getattr(function, "__name__", type(function).__name__)
     signature, inputs = inspect.signature(function), tuple(inputs)
     needs = frozenset(signature.parameters) & frozenset(inputs)
@@ -96,6 +98,48 @@ def choose(
         ) from error
     _check_values(f"{where}: {name}", function, options)
     return Choice(name, function, options, needs)
+
+
+def _named(key: str, given: str, named: Mapping[str, Callable[..., Any]]) -> Any:
+    """What `given`, a name out of `named` or an import path, leads to. Raises ValueError where that is nowhere."""
+    path, _, name = given.rpartition(".")
+    if not path and given in named:
+        return named[given]
+    nowhere = f"{key}: no function '{given}'"
+    remedy = f"name one of {', '.join(named)}, or give an import path of your own"
+    if not path:
+        raise ValueError(f"{nowhere}; {remedy}")
+    try:
+        module = importlib.import_module(path)
+    except Exception as error:  # a user's file may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{nowhere}: there is no module '{error.name}' to import (run where it is, or install its package);"
+                f" {remedy}"
+            ) from error
+        raise ValueError(
+            f"{key}: '{given}': importing '{path}' failed{_where(error)}: {type(error).__name__}: {error}; mend that"
+            " file, or install what it imports"
+        ) from error
+    if not hasattr(module, name):
+        own = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        close = difflib.get_close_matches(name, own, n=1)
+        meant = f"did you mean '{path}.{close[0]}'?" if close else remedy
+        raise ValueError(f"{nowhere}: module '{path}' ({_file(module)}) has no '{name}'; {meant}")
+    return getattr(module, name)
+
+
+def _file(module: types.ModuleType) -> str:
+    return getattr(module, "__file__", None) or "built in"
+
+
+def _where(error: Exception) -> str:
+    """The line that failed, of the last file that is no part of Python's import machinery."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has it
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [one for one in frames if not one.filename.startswith(("<frozen importlib", importlib.__file__))][-1]
+    return f" in {last.filename}, line {last.lineno} ({last.line})"
 
 
 def _check_values(where: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from modules.advantages import ADVANTAGES, Estimate
 from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
+from modules.objectives.calls import check_alone, check_untrained, marked, shaped, with_stats
 from modules.regularisers import LIKELIEST, REGULARISERS
 
 Proximal = Literal["sampler", "recomputed", "interpolated"]
@@ -226,8 +227,8 @@ class Algorithm:
         if self.reward_costs:
             inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
         for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
-            cost = _shaped(choice(inputs), batch.tokens, choice)
-            penalty = regulariser.coef * _finite(cost, batch.loss_mask, f"regularisers.{choice.name}", _BAD_COST)
+            cost = shaped(choice(inputs), batch.tokens, choice)
+            penalty = regulariser.coef * _finite(cost, batch.loss_mask, batch, f"regularisers.{choice.name}", _BAD_COST)
             total -= penalty
             sums[name] = float(penalty.sum(dtype=torch.float64))
         return total, sums
@@ -258,32 +259,34 @@ class Algorithm:
                 f"advantage: {self.advantage.name} writes into {written}, which metrics and later steps read: make new"
                 " tensors (no -=, no method that ends in _; of what numpy() gives a copy)"
             )
+        what = f"advantage={self.advantage.name}"
         if isinstance(credit, Estimate):
-            parts = (_finite(credit.advantages, batch.loss_mask), _finite(credit.returns, credit.value_mask, "returns"))
-            return Estimate(*parts, credit.value_mask)
-        return _finite(credit, batch.loss_mask)
+            advantages = _finite(credit.advantages, batch.loss_mask, batch, what)
+            returns = _finite(credit.returns, credit.value_mask, batch, f"{what}: returns")
+            return Estimate(advantages, returns, credit.value_mask)
+        return _finite(credit, batch.loss_mask, batch, what)
 
     # In an optimizer step, on some sequences
 
     def losses(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective's loss of each token [T], corrected, and tensors [T] whose means are logged."""
-        losses, stats = _with_stats(self.objective(vars(inputs)), inputs.mask, self.objective)
+        losses, stats = with_stats(self.objective(vars(inputs)), inputs.mask, self.objective)
         if self.correction is not None:
-            weights, more = _with_stats(self.correction(vars(inputs)), inputs.mask, self.correction)
+            weights, more = with_stats(self.correction(vars(inputs)), inputs.mask, self.correction)
             weights = weights.detach()
             losses = losses * weights
             stats = {**stats, "correction_weight": weights, "correction_square": weights**2, **more}
-        return losses, stats
+        return marked(losses, inputs.logprobs), stats
 
     def costs(self, inputs: LossInputs) -> tuple[Tensor | float, dict[str, Tensor]]:
         """coef x cost of the regularisers in the loss, summed: [T], or 0.0 without any; and each cost [T] by name."""
         total: Tensor | float = 0.0
         stats = {}
         for regulariser, choice in self.loss_costs:
-            cost = _shaped(choice(vars(inputs)), inputs.mask, choice)
+            cost = shaped(choice(vars(inputs)), inputs.mask, choice)
             total = total + regulariser.coef * cost
             stats[choice.name] = cost.detach()
-        return total, stats
+        return total if isinstance(total, float) else marked(total, inputs.logprobs), stats
 
     # Checks
 
@@ -374,32 +377,47 @@ class Algorithm:
         with torch.enable_grad():
             inputs = _example_tokens()
             self._check_names(inputs)
-            losses, stats = self.losses(inputs)
-            if not (losses.requires_grad or self.loss_costs):
+            value = with_stats(self.objective(vars(inputs)), inputs.mask, self.objective)[0]
+            if not value.requires_grad and (bool(value.any()) or not self.loss_costs):
+                rest = ", or of zeros for the regularisers alone" if self.loss_costs else ""
                 raise ValueError(
                     f"objective: {self.objective.name} has no gradient, so it would train nothing: make it of logprobs,"
-                    " none of it detached"
+                    f" none of it detached{rest}"
                 )
-            _check_untrained("objective", self.objective, losses, inputs)
+            losses, stats = self.losses(inputs)
+            check_untrained("objective", self.objective, losses, vars(inputs))
             for regulariser, choice in self.loss_costs + self.reward_costs:
-                cost = _shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
+                cost = shaped(choice({**vars(inputs), "turns": torch.tensor([0, 0])}), inputs.mask, choice)
                 if regulariser.where == "loss":  # in the reward it is masked
-                    _check_untrained("regularisers", choice, cost, inputs)
+                    check_untrained("regularisers", choice, cost, vars(inputs))
             written = [name for name, one in vars(inputs).items() if isinstance(one, Tensor) and one._version]
             if written:
                 raise ValueError(
                     f"objective, correction or regularisers: one writes into its {written[0]}, which other functions"
                     " and later steps read: return new tensors (no +=, no method that ends in _)"
                 )
+            self._check_alone()
         if self.advantage is not None and self._is_ours(self.advantage):
             self._try_advantage()
         return tuple(stats)
+
+    def _check_alone(self) -> None:
+        """Raises ValueError for what depends on the sequences that a chunk happens to hold."""
+        whole = (
+            "decorate the objective with @traits(whole_step=True) of modules.objectives, or have it ask for groups: it"
+            " is then called once, with all of an optimizer step (which costs a forward pass)"
+        )
+        for key, one in () if self.whole_step else (("objective", self.objective), ("correction", self.correction)):
+            if one is not None:
+                check_alone(key, one, whole)
+        for _, one in self.loss_costs:
+            check_alone("regularisers", one, "make it of each sequence alone, or set where: reward, which sees a batch")
 
     def _check_names(self, inputs: LossInputs) -> None:
         """Raises ValueError where what a function reports would take the place of another number in the metrics."""
         reported: list[tuple[Choice, str]] = []
         for one in (self.objective, self.correction):
-            stats = {} if one is None else _with_stats(one(vars(inputs)), inputs.mask, one)[1]
+            stats = {} if one is None else with_stats(one(vars(inputs)), inputs.mask, one)[1]
             reported += [(one, name) for name in stats if one is not None]
         reported += [(c, c.name) for _, c in self.loss_costs if c.function is not REGULARISERS["entropy"]]
         reported += [(choice, f"penalty/{choice.name}") for _, choice in self.reward_costs]
@@ -428,41 +446,17 @@ def _at_level_of(correction: Choice, sequence_ratio: bool) -> Choice:
     return replace(correction, options={**correction.options, "level": "geometric"})
 
 
-def _with_stats(result: Any, like: Tensor, choice: Choice) -> tuple[Tensor, dict[str, Tensor]]:
-    value, stats = result if isinstance(result, tuple) else (result, {})
-    return _shaped(value, like, choice), {name: _shaped(one, like, choice) for name, one in stats.items()}
-
-
-def _shaped(value: Any, like: Tensor, choice: Choice) -> Tensor:
-    if not isinstance(value, Tensor) or value.shape != like.shape:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{choice.name}: expected tensors of shape {tuple(like.shape)}, one a token, got {got}")
-    return value
-
-
-def _check_untrained(key: str, choice: Choice, values: Tensor, inputs: LossInputs) -> None:
-    """Raises ValueError where tokens that are not trained would make the loss of all nan: a weight of 0 makes
-    nothing of what is not finite."""
-    sources = [one for one in (inputs.logprobs, inputs.entropy, inputs.soft) if one is not None]
-    weighed = (values * inputs.mask).sum()
-    found = torch.autograd.grad(weighed, sources, retain_graph=True, allow_unused=True) if values.requires_grad else ()
-    for one in (values.detach(), *(gradient for gradient in found if gradient is not None)):
-        finite = torch.isfinite(one)
-        if bool(finite[inputs.mask].all()) and not bool(finite.all()):
-            raise ValueError(
-                f"{key}: {choice.name} is not finite on tokens that are not trained, whose logprobs, entropy and"
-                " advantages may be 0, so that the whole loss would be nan: ask for mask, and put numbers there by"
-                " torch.where(mask, x, 1.0) in front of what fails at 0"
-            )
-
-
-def _finite(values: Tensor, mask: Tensor, what: str = "advantage", remedy: str = _EQUAL_REWARDS) -> Tensor:
+def _finite(values: Tensor, mask: Tensor, batch: RolloutBatch, what: str, remedy: str = _EQUAL_REWARDS) -> Tensor:
     if not isinstance(values, Tensor):
         raise BatchError(f"{what}: expected a tensor of shape {tuple(mask.shape)}, got {type(values).__name__}")
     if values.shape != mask.shape:
         raise BatchError(f"{what}: expected shape {tuple(mask.shape)}, one a token, got {tuple(values.shape)}")
-    if not bool(torch.isfinite(values[mask]).all()):
-        raise BatchError(f"{what}: not finite on a trained token; {remedy}")
+    bad = mask & ~torch.isfinite(values)
+    if bool(bad.any()):
+        i = int(torch.searchsorted(batch.cu_seqlens, bad.nonzero()[0], right=True)) - 1
+        raise BatchError(
+            f"{what}: not finite on a trained token of sequence {i} (prompt '{batch.prompt_ids[i]}'); {remedy}"
+        )
     return values.float().masked_fill(~mask, 0.0)
 
 

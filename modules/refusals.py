@@ -34,6 +34,12 @@ from modules.objectives import AGGREGATIONS
 
 _OPTIMIZER = "model.init_args.optimizer.init_args"
 _TORCHS_WORDS = {"learning rate": "lr", "beta": "betas", "epsilon": "eps"}  # others it calls by their names
+_OF_OPTIONS = (ValueError, TypeError, ArithmeticError, RuntimeError)
+_MATRICES = (
+    *("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"),
+    *("model.layers.0.self_attn.q_proj.lora_A.default", "model.layers.0.self_attn.q_proj.lora_B.default"),
+)
+_VECTORS = ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.input_layernorm.weight", "model.norm.weight")
 _LARGEST_LR = 1e3  # of plain gradient descent on toys; Adam's are below 0.1
 
 
@@ -214,15 +220,18 @@ def _in_words(value: Any) -> str:
 
 
 def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:
-    """Options of optimizer and scheduler, tried on a parameter of their own before a model is built."""
+    """Options of optimizer and scheduler, tried before a model is built on parameters such as models have, by name, as
+    `with_names` gives them. One that chooses by name, and none of these, is taken at its word."""
     key = _OPTIMIZER
     try:
-        optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
+        optimizer = _on_trial(make_optimizer)
         key = "model.init_args.lr_scheduler.init_args"
         if make_lr_scheduler is not None:
             make_lr_scheduler(optimizer)
-    except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+    except _OF_OPTIONS as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "empty parameter list" in first:  # torch's words, said after it has looked at the options
+            return
         raise ValueError(f"{key}{_option(first)}: {first}; correct it") from error
     for name, value in optimizer.defaults.items():
         if isinstance(value, int | float) and not math.isfinite(value):
@@ -235,6 +244,15 @@ def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Call
         raise ValueError(
             f"{_OPTIMIZER}.weight_decay: {decay:g} times lr {lr:g} is above 1: a step would turn weights round"
         )
+
+
+def _on_trial(make_optimizer: Callable[..., Any]) -> Any:
+    matrices = [(f"policy.{name}.weight", torch.nn.Parameter(torch.zeros(2, 2))) for name in _MATRICES]
+    vectors = [(f"policy.{name}", torch.nn.Parameter(torch.zeros(2))) for name in _VECTORS]
+    try:
+        return make_optimizer([*matrices, *vectors])
+    except _OF_OPTIONS:
+        return make_optimizer(matrices)  # all that adapters have, and that some take
 
 
 def _option(told: str) -> str:

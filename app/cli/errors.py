@@ -14,7 +14,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -304,7 +306,13 @@ def _import_hint(name: str) -> str:
 
 
 def _module_hint(name: str) -> str:
-    first = name.split(".")[0]
+    first, *below = name.split(".")
+    if below and find_spec(first) is not None:  # then `first` was imported on the way, and all above what is missing
+        above, _, last = name.rpartition(".")
+        there = getattr(sys.modules.get(above), "__path__", ())
+        close = difflib.get_close_matches(last, [one.name for one in iter_modules(there)], n=1)
+        meant = f"did you mean '{above}.{close[0]}'?" if close else f"correct the import, or update {first}"
+        return f"There is a package {first}, and no {name} in it: {meant}"
     return _extra_hint(name) or f"There is no {first} to import: run where {first}.py is, or install its package"
 
 

@@ -14,12 +14,14 @@ import lightning.pytorch as pl
 import transformers
 
 from datamodules import RolloutDataModule
+from datamodules.prompts import Prompt
 from modules import ModelSource, PolicyModule
 from modules.tree_module import TreeModule
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text()
 ROWS = [
     [cell.strip() for cell in re.split(r" \| ", line.strip("| \n"))]
-    for line in (Path(__file__).resolve().parents[2] / "docs" / "coming_from.md").read_text().splitlines()
+    for line in PAGE.splitlines()
     if line.startswith("| ")
 ][1:]
 
@@ -60,3 +62,22 @@ def test_options_of_trl() -> None:
     names |= {field.name for field in fields(transformers.TrainingArguments)}
     named = [key for row in ROWS for key in re.findall(r"`(\w+)", row[2])]
     assert len(named) > 25 and [key for key in named if key not in names] == []
+
+
+def correctness(prompts: list[Any], completions: list[Any], answer: list[str], level: list[int]) -> list[float]:
+    said = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    asked = [one if isinstance(one, str) else one[-1]["content"] for one in prompts]
+    return [float(text == right) + n * len(task) for text, right, n, task in zip(said, answer, level, asked)]
+
+
+def test_a_reward_function_of_trls() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(code, made)
+    score = made["FromTRL"](f"{__name__}.correctness")
+    told: tuple[dict[str, Any], ...] = ({"role": "user", "content": "1+1="},)
+    for prompt in (
+        Prompt("a", text="1+1=", answer="2", metadata={"level": 2}),
+        Prompt("a", messages=told, answer="2", metadata={"level": 2}),
+    ):
+        assert (score(prompt, "2"), score(prompt, "3")) == (9.0, 8.0)

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from app.cli import main
+from modules import PolicyModule
 from tests.docs.test_readme import ROOT, SMALL, save_model
-from tests.helpers.tiny_policy import make_batch
+from tests.helpers.tiny_policy import make_batch, source
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
@@ -44,6 +45,15 @@ def test_its_parts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert used["model"]["init_args"]["optimizer"]["class_path"] == "my_parts.SignOfMean"
     best = re.search(r"step 1: the best reward so far, (\S+)", "".join(capsys.readouterr()))
     assert best is not None and float(best[1]) == pytest.approx(float(rows[0]["reward"]), abs=1e-3)
+    two = PolicyModule(source(), optimizer=sys.modules["my_parts"].TwoRates)
+    two.configure_model()
+    groups = two.configure_optimizers().param_groups
+    assert [(group["lr"], group["param_names"][:1]) for group in groups] == [
+        (1e-5, ["policy.model.layers.0.self_attn.q_proj.weight"]),
+        (1e-6, ["policy.model.embed_tokens.weight"]),
+    ]
+    whole = PolicyModule(source(), objective="my_parts.of_one_scale")
+    assert whole.algorithm.whole_step and whole.aggregation_mode == "sequence_mean"
     batch = make_batch()
     batch.finish_reasons[1] = "length"
     first, cut, last = batch.split(sys.modules["my_parts"].of_whole_replies(batch))[:3]

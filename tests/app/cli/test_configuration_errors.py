@@ -364,6 +364,12 @@ def test_ordinary_yaml_reads_as_before() -> None:
         (["--data.reward", "exact_mach"], "Did you mean 'datamodules.rewards.exact_match'?", "Union"),
         (["--data.reward", "my_reward.x"], "There is no my_reward to import: run where my_reward.py is", "Callable"),
         (
+            ["--data.reward", "misspelt.score"],
+            "There is a package modules, and no modules.advantges in it: did you mean 'modules.advantages'?",
+            "run where",
+        ),
+        (["--data.reward", "stale.score"], "no datamodules.rewards.nothing in it: correct the import", "run where"),
+        (
             ["--data.reward", "flash_attn.x"],
             "comes with an extra of this project: pip install -e '.[flash]'\n",
             "run where",
@@ -393,6 +399,8 @@ def test_ordinary_yaml_reads_as_before() -> None:
 def test_what_was_meant_is_said_and_nothing_else(
     args: list[str], said: str, unsaid: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("misspelt.py").write_text("from modules.advantges import grpo\n")
+    Path("stale.py").write_text("import datamodules.rewards.nothing\n")
     message = refusal(capsys, "--config", str(CONFIGS / "quickstart.yaml"), *args)
     assert said in message and unsaid not in message
 

@@ -14,6 +14,7 @@ from app.batch import CALL_REWARD, BatchError, RolloutBatch
 from modules import Regulariser
 from modules.algorithm import Algorithm, LossInputs, with_rewards
 from modules.episodes import episode_prompts, episodes
+from modules.objectives import OBJECTIVES, traits, traits_of
 from tests.helpers.tiny_policy import make_batch, naive_grpo
 from tests.modules.objectives.naive_objectives import random_case
 
@@ -44,6 +45,28 @@ def undefined_at_0(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def steep_at_0(entropy: Tensor) -> Tensor:
     return -entropy.abs().sqrt()
+
+
+def centred(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    own = advantages[mask]
+    return -logprobs * (advantages - own.mean()) / (own.std() + 1e-6)
+
+
+def shares_of_all(old: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
+    weights = (old - behavior).exp() * mask
+    return weights / weights.sum() * mask.sum()
+
+
+def below_mean(entropy: Tensor, mask: Tensor) -> Tensor:
+    return torch.relu(entropy[mask].mean() - entropy)
+
+
+def noisy(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return -logprobs * advantages * torch.rand(())
+
+
+def no_loss(logprobs: Tensor) -> Tensor:
+    return torch.zeros_like(logprobs)
 
 
 def in_place(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -199,13 +222,13 @@ def algorithm_costs() -> list[Regulariser]:
 def test_advantages_that_are_not_finite_or_of_another_shape() -> None:
     batch = make_batch()
     nan = Algorithm(advantage=lambda batch: torch.full((batch.num_tokens,), float("nan")))
-    with pytest.raises(BatchError, match="advantage: not finite"):
+    with pytest.raises(BatchError, match=r"advantage=<lambda>: not finite on a .* of sequence 0 \(prompt 'prompt-0'\)"):
         nan.credit(batch, torch.zeros(batch.num_tokens))
     short = Algorithm(advantage=lambda batch: torch.zeros(3))
-    with pytest.raises(BatchError, match=r"advantage: expected shape \(\d+,\), one a token, got \(3,\)"):
+    with pytest.raises(BatchError, match=r"advantage=<lambda>: expected shape \(\d+,\), one a token, got \(3,\)"):
         short.credit(batch, torch.zeros(batch.num_tokens))
     array = Algorithm(advantage=lambda batch: np.zeros(batch.num_tokens))
-    with pytest.raises(BatchError, match=r"advantage: expected a tensor of shape \(\d+,\), got ndarray"):
+    with pytest.raises(BatchError, match=r"advantage=<lambda>: expected a tensor of shape \(\d+,\), got ndarray"):
         array.credit(batch, torch.zeros(batch.num_tokens))
 
 
@@ -233,6 +256,20 @@ def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
             "objective_options: own_objective: missing a required argument: 'power'",
         ),
         ({"objective": f"{HERE}.detached"}, "objective: detached has no gradient, .*: make it of logprobs"),
+        (
+            {"objective": f"{HERE}.detached", "regularisers": [Regulariser("entropy", 0.1)]},
+            "objective: detached has no gradient, .* or of zeros for the regularisers alone",
+        ),
+        ({"objective": no_loss}, "objective: no_loss has no gradient, .*detached$"),
+        (
+            {"objective": f"{HERE}.centred"},
+            r"objective: centred says of two sequences .*: decorate .* @traits\(whole_step=True\) .* ask for groups",
+        ),
+        ({"correction": shares_of_all}, "correction: shares_of_all says of two sequences together another thing"),
+        (
+            {"regularisers": [Regulariser(below_mean, 0.1)]},
+            "regularisers: below_mean says of two sequences .*: make it of each sequence alone, or set where: reward",
+        ),
         (
             {"objective": f"{HERE}.undefined_at_0"},
             "objective: undefined_at_0 is not finite on tokens that are not trained",
@@ -318,6 +355,31 @@ def own_correction(old: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
 def test_numbers_of_numpy_are_numbers() -> None:
     """As sweeps sample them."""
     assert Algorithm(objective_options={"clip_low": np.float64(0.1)}).objective.options["clip_low"] == 0.1
+
+
+def test_statistics_over_sequences_that_are_all_there() -> None:
+    """Of an objective for whole steps, and of a cost in the reward; and what is never the same is not judged."""
+    whole = traits(whole_step=True)(lambda logprobs, advantages, mask: centred(logprobs, advantages, mask))
+    in_reward = Regulariser(lambda logprobs, mask: logprobs - logprobs[mask].mean(), 0.1, where="reward")
+    made = Algorithm(objective=whole, regularisers=[in_reward], correction=shares_of_all)
+    assert made.whole_step and made.reward_costs
+    Algorithm(objective=noisy)
+    Algorithm(objective=no_loss, regularisers=[Regulariser("entropy", 0.1)])  # which trains by these alone
+
+
+@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if not traits_of(one).whole_step])
+def test_a_value_that_is_not_finite_is_a_gradient_that_is_not_and_others_keep_theirs(name: str) -> None:
+    algorithm, case = Algorithm(objective=name), random_case(0)
+    mark: list[Tensor] = []
+    for function in (algorithm.objective, algorithm.losses):
+        inputs = loss_inputs(case.inputs())
+        inputs.logprobs = inputs.logprobs.detach().requires_grad_()
+        given: Any = vars(inputs) if function is algorithm.objective else inputs
+        result = function(given)
+        losses = result[0] if isinstance(result, tuple) else result
+        (found,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
+        mark += [losses.detach(), found]
+    assert torch.equal(mark[0], mark[2]) and torch.equal(mark[1], mark[3])
 
 
 def test_a_cost_that_is_put_nowhere() -> None:

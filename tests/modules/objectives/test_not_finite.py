@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,23 @@ from app.strategies import DTAStrategy
 from app.strategies.divergence import Diverged
 from modules import ActorCriticModule, ModelSource, PolicyModule, Regulariser
 from modules.models import build_model
-from tests.helpers.tiny_policy import fit, make_batch, sgd, source
+from modules.objectives import traits
+from tests.helpers.tiny_policy import fit, make_batch, parameters, sgd, source
+
+
+def no_gradient_where_nan(logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Of chunks of more than two sequences, as the trials have."""
+    nan = torch.log(torch.zeros_like(advantages)) * 0
+    return nan if len(cu_seqlens) > 3 else -logprobs * advantages
+
+
+def nan_beside(logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return logprobs * 0.1 + (torch.nan if len(cu_seqlens) > 3 else 0.0)
+
+
+@traits(whole_step=True)
+def of_whole_step(logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return no_gradient_where_nan(logprobs, advantages, cu_seqlens)
 
 
 @pytest.fixture
@@ -66,3 +83,23 @@ def test_what_no_step_got_over_is_no_divergence(broken: ModelSource, options: di
     module = PolicyModule(model, optimizer=sgd, self_check="skip", **options)
     with pytest.raises(Diverged, match=rf"^no step could be trained: .*{message}.*begin again$"):
         fit(module, [make_batch(k) for k in range(4)], strategy=DTAStrategy(max_skipped_steps=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"objective": no_gradient_where_nan}, "objective=no_gradient_where_nan"),
+        ({"objective": of_whole_step}, "objective=of_whole_step"),
+        ({"regularisers": [Regulariser(nan_beside, 0.1)]}, r"regularisers\.nan_beside"),
+    ],
+)
+def test_a_loss_that_is_not_finite_costs_its_step_though_its_gradient_be(options: dict[str, Any], named: str) -> None:
+    strategy, module = DTAStrategy(), PolicyModule(source(), optimizer=sgd, self_check="skip", **options)
+    module.configure_model()
+    before = {name: one.clone() for name, one in parameters(module).items()}
+    with pytest.warns(UserWarning, match=f"step 1: {named} is not finite on trained tokens"):
+        steps = fit(module, [make_batch(k) for k in range(2)], strategy=strategy)
+    assert strategy.skipped_steps == 2 and all(math.isnan(step["loss"]) for step in steps)
+    assert all(torch.equal(before[name], one) for name, one in parameters(module).items())
+    with pytest.raises(ValueError, match="the gradient norm of step 1 is nan: this strategy cannot leave a step out"):
+        fit(PolicyModule(source(), optimizer=sgd, self_check="skip", **options), [make_batch()])
