@@ -22,7 +22,7 @@ from markupsafe import Markup
 from app.statistics import paired
 from app.text import printable
 from callbacks.report.charts import MOST_POINTS, RUN_COLOURS, charts, held_out_curve, prompt_means, thinned
-from callbacks.report.runs import RunData
+from callbacks.report.runs import RunData, spread
 
 _HERE = Path(__file__).parent
 _SECTIONS = {
@@ -204,7 +204,7 @@ def _transcripts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         named = f", {run.name}" if len(runs) > 1 else ""
         for kind, title in _KINDS.items():
             cells = []
-            for batch in _spread([one for one in run.batches if kind in one["transcripts"]]):
+            for batch in spread([one for one in run.batches if kind in one["transcripts"]], _COLUMNS):
                 one = batch["transcripts"][kind]
                 turns = f", {one['turns']} turns" if one["turns"] > 1 else ""
                 about = f"{one['prompt_id']}; {one['above']:+.3g} from its group; {one['finish']}{turns}"
@@ -219,7 +219,7 @@ def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         named = f", {run.name}" if len(runs) > 1 else ""
-        rounds = _spread(run.held_out)
+        rounds = spread(run.held_out, _COLUMNS)
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in rounds:
             for name, one in row["sets"].items():
@@ -252,13 +252,6 @@ def _coach(run: RunData, named: bool) -> list[dict[str, Any]]:
         for line in run.coach
         for one in line.get("advice", [])[:1]
     ]  # fmt: skip
-
-
-def _spread(rows: list[Any]) -> list[Any]:
-    """At most `_COLUMNS` of the rows, the first and the last among them."""
-    if len(rows) <= _COLUMNS:
-        return rows
-    return [rows[round(k * (len(rows) - 1) / (_COLUMNS - 1))] for k in range(_COLUMNS)]
 
 
 def _foot(runs: Sequence[RunData]) -> str:
