@@ -36,6 +36,7 @@ _SECTIONS = {
     "coach": "The coach",
 }
 _COLUMNS = 6  # steps of a strip
+_COACHED = 200  # lines of the coach, of a run
 _THUMBNAIL = re.compile("data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 _KINDS = {"best": "Highest reward", "surprising": "Most surprising", "worst": "Lowest reward"}
 
@@ -60,7 +61,9 @@ def page(runs: Sequence[RunData]) -> str:
     for chart in drawn:
         sections.setdefault(chart.section, []).append(chart)
     transcripts, held_out = _transcripts(runs), _held_out(runs)
-    coach = [one for run in runs for one in _coach(run, len(runs) > 1)]
+    told = [_coach(run, len(runs) > 1) for run in runs]
+    coach = [one for lines in told for one in lines[-_COACHED:]]
+    earlier = sum(len(lines[:-_COACHED]) for lines in told)
     has_trees = any(run.batches for run in runs)
     if not (drawn or has_trees or held_out):
         raise ValueError(f"{', '.join(run.name for run in runs)}: nothing was logged or recorded yet; try again later")
@@ -82,6 +85,7 @@ def page(runs: Sequence[RunData]) -> str:
         transcripts=transcripts,
         held_out=held_out,
         coach=coach,
+        coach_earlier=f"{earlier:,} earlier lines are in coach.jsonl." if earlier else "",
         foot=_foot(runs),
         # In a script element nothing but "<" can end it.
         data=Markup(json.dumps(_finite(data)).replace("<", "\\u003c")),
