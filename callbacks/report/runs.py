@@ -28,7 +28,8 @@ class RunData:
 
     Attributes:
         name: for titles. series: metric -> (optimizer steps done, values). batches, held_out: what `Report` wrote, by
-        step; of a run's batches `MOST_BATCHES` at most. coach: lines of coach.jsonl. config, summary: {} where there is none. notes: what the reader should know.
+        step; of a run's batches `MOST_BATCHES` at most. coach: lines of coach.jsonl. config, summary: {} where there is
+        none. notes: what the reader should know.
     """
 
     name: str
@@ -44,6 +45,12 @@ class RunData:
 def is_run(path: Path) -> bool:
     """Whether `path` is a run directory with something to show."""
     return path.is_dir() and (any(path.glob("metrics*.csv")) or (path / "report.jsonl").exists())
+
+
+def report_bytes(path: Path) -> int:
+    """How much `read_run` would read, as far as it grows with the run: the time that it takes goes with this."""
+    patterns = ("metrics*.csv", "report.jsonl", "coach.jsonl")
+    return sum(file.stat().st_size for pattern in patterns for file in path.glob(pattern))
 
 
 def read_run(path: Path) -> RunData:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_of_many_batches_some_are_read_and_the_others_counted(tmp_path: Path) ->
     shown = [one["batch"] for one in found.batches]
     assert [one["step"] for one in found.batches] == [2 * number - 1 for number in shown]
     assert len(shown) == MOST_BATCHES and {1, 2, 4, 8, 16, 32, 64, 128, 256, count} < set(shown)
-    assert max(after - before for before, after in zip(shown, shown[1:])) <= count / 10  # well spread
+    assert max(after - before for before, after in pairwise(shown)) <= count / 10  # well spread
     assert all(one["tree"]["text"] == [text] for one in found.batches)
     assert found.notes == [
         "report.jsonl: 276 of 300 batches are not shown; the last, 1, 2, 4, 8, ... and some between them are"
