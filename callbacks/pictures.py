@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def read_launches(path: Path) -> Series:
         if begin is None:  # a launch that has logged nothing has made no step again
             continue
         for steps, values in merged.values():
-            keep = sum(step < begin for step in steps)
+            keep = bisect_left(steps, begin)  # they rise
             del steps[keep:], values[keep:]
         for name, (steps, values) in series.items():
             into = merged.setdefault(name, ([], []))

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from app.statistics import paired
 from app.text import printable
 from callbacks.report.charts import MOST_POINTS, RUN_COLOURS, charts, held_out_curve, prompt_means, thinned
-from callbacks.report.runs import RunData
+from callbacks.report.runs import RunData, spread
 
 _HERE = Path(__file__).parent
 _SECTIONS = {
@@ -36,6 +36,7 @@ _SECTIONS = {
     "coach": "The coach",
 }
 _COLUMNS = 6  # steps of a strip
+_COACHED = 200  # lines of the coach, of a run
 _THUMBNAIL = re.compile("data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 _KINDS = {"best": "Highest reward", "surprising": "Most surprising", "worst": "Lowest reward"}
 
@@ -60,7 +61,9 @@ def page(runs: Sequence[RunData]) -> str:
     for chart in drawn:
         sections.setdefault(chart.section, []).append(chart)
     transcripts, held_out = _transcripts(runs), _held_out(runs)
-    coach = [one for run in runs for one in _coach(run, len(runs) > 1)]
+    told = [_coach(run, len(runs) > 1) for run in runs]
+    coach = [one for lines in told for one in lines[-_COACHED:]]
+    earlier = sum(len(lines[:-_COACHED]) for lines in told)
     has_trees = any(run.batches for run in runs)
     if not (drawn or has_trees or held_out):
         raise ValueError(f"{', '.join(run.name for run in runs)}: nothing was logged or recorded yet; try again later")
@@ -82,6 +85,7 @@ def page(runs: Sequence[RunData]) -> str:
         transcripts=transcripts,
         held_out=held_out,
         coach=coach,
+        coach_earlier=f"{earlier:,} earlier lines are in coach.jsonl." if earlier else "",
         foot=_foot(runs),
         # In a script element nothing but "<" can end it.
         data=Markup(json.dumps(_finite(data)).replace("<", "\\u003c")),
@@ -204,7 +208,7 @@ def _transcripts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         named = f", {run.name}" if len(runs) > 1 else ""
         for kind, title in _KINDS.items():
             cells = []
-            for batch in _spread([one for one in run.batches if kind in one["transcripts"]]):
+            for batch in spread([one for one in run.batches if kind in one["transcripts"]], _COLUMNS):
                 one = batch["transcripts"][kind]
                 turns = f", {one['turns']} turns" if one["turns"] > 1 else ""
                 about = f"{one['prompt_id']}; {one['above']:+.3g} from its group; {one['finish']}{turns}"
@@ -219,7 +223,7 @@ def _held_out(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         named = f", {run.name}" if len(runs) > 1 else ""
-        rounds = _spread(run.held_out)
+        rounds = spread(run.held_out, _COLUMNS)
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in rounds:
             for name, one in row["sets"].items():
@@ -252,13 +256,6 @@ def _coach(run: RunData, named: bool) -> list[dict[str, Any]]:
         for line in run.coach
         for one in line.get("advice", [])[:1]
     ]  # fmt: skip
-
-
-def _spread(rows: list[Any]) -> list[Any]:
-    """At most `_COLUMNS` of the rows, the first and the last among them."""
-    if len(rows) <= _COLUMNS:
-        return rows
-    return [rows[round(k * (len(rows) - 1) / (_COLUMNS - 1))] for k in range(_COLUMNS)]
 
 
 def _foot(runs: Sequence[RunData]) -> str:

@@ -7,6 +7,10 @@
 Promises: it runs on a thread of its own, so it also speaks when the rollout thread is stuck in somebody's blocking
 call, and names that call's line; one line a stall, then at 2, 4, 8 ... times the span while it lasts, and one when it
 is over; an action is taken as often as a line is written, unless it could not help, and then the line says why.
+
+Users' code that keeps the event loop, on which all episodes are played, for two seconds or three is named as well, the
+first, second, fourth, eighth ... time, though nothing stalls. Only what was seen to run, twice within one such span, is
+blamed: of a process that was stopped, or has no time because an engine computes in it, nothing is said.
 """
 
 from __future__ import annotations
@@ -16,16 +20,21 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, Protocol, get_args
 
 from app import checks
 from datamodules.inference.protocol import ServerEngine
 from datamodules.pending import Pending, servers
 from datamodules.pipeline.limits import Limits
+from datamodules.processes import foreign
 from datamodules.processes.awake import awake
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
+_KEPT_S = 2.0  # without an answer of the event loop
+_SEEN_S = 0.9  # of these at least, users' code was seen in its place: looks are a second apart
+_REMEDY = "workflows must await what takes long (an asynchronous client), or run it with await asyncio.to_thread(...)"
 Action = Literal["warn", "requeue", "restart_server", "stop"]
 
 
@@ -109,6 +118,9 @@ class Watchdog:
         self._lines = 0  # about the stall that lasts
         self._pong = threading.Event()
         self._ping_at: float | None = None
+        self._seen_at: float | None = None  # since when each look at a loop that does not answer has found users' code
+        self._told = False  # of the span in which it does not answer
+        self._kept = 0  # such spans
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -133,6 +145,7 @@ class Watchdog:
         if self._owed_since is None:
             self._owed_since = now
         blocked_s = self._blocked_for(now)
+        self._look_inside(now, blocked_s)
         idle = now - max(watched.stream.arrivals.last, self._owed_since)
         if idle < after:
             self._over(now)
@@ -215,14 +228,31 @@ class Watchdog:
             return 0.0
         return now - self._ping_at
 
-    def _blocked_line(self, seconds: float) -> str:
+    def _look_inside(self, now: float, blocked_s: float) -> None:
+        """Names the users' code that keeps the event loop from answering."""
+        if blocked_s == 0:
+            self._seen_at, self._told = None, False
+            return
+        found = foreign.inside(self._frame())
+        self._seen_at = (now if self._seen_at is None else self._seen_at) if found else None
+        if self._told or self._seen_at is None or now - self._seen_at < _SEEN_S or blocked_s < _KEPT_S:
+            return
+        self._told = True
+        self._kept += 1
+        if self._kept & (self._kept - 1) == 0:
+            again = f", for the {self._kept:,}. time" if self._kept > 1 else ""
+            kept = f"has kept their event loop for {blocked_s:.0f} s{again}"
+            _log.warning("all rollouts wait for %s, which %s: %s", found, kept, _REMEDY)
+
+    def _frame(self) -> FrameType | None:
+        """What the rollout thread is inside of."""
         thread = self._watched.thread
-        frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+        return sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+
+    def _blocked_line(self, seconds: float) -> str:
+        frame = self._frame()
         if frame is None:
             return "the rollout thread is gone"
         stack = traceback.extract_stack(frame)
         calls = " < ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in reversed(stack[-3:]))
-        return (
-            f"the rollout thread has been stuck for {seconds:.0f} s in {calls}: workflows must await what takes long,"
-            " or run it with asyncio.to_thread"
-        )
+        return f"the rollout thread has been stuck for {seconds:.0f} s in {calls}: {_REMEDY}"

@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from app.text import well_formed
@@ -40,10 +41,24 @@ def place(error: BaseException) -> str:
     """Where users' code raised `error`, as " at FILE:LINE"; "" where none of it is in the traceback."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):  # which reads no files
-        file = Path(frame.f_code.co_filename)
-        if file.is_absolute() and not any(file.is_relative_to(ours) for ours in _NOT_USERS):
-            found = f" at {file.name}:{line}"
+        if _is_users(frame):
+            found = f" at {Path(frame.f_code.co_filename).name}:{line}"
     return well_formed(found)
+
+
+def inside(frame: FrameType | None) -> str:
+    """What of users' code a thread is inside of whose innermost frame this is: "NAME (FILE:LINE)" of what was called
+    first, and behind " > " of what was called last; "" where none of it runs."""
+    if frame is None:  # the thread has ended
+        return ""
+    stack = [(one, line) for one, line in traceback.walk_stack(frame) if _is_users(one)]
+    said = [f"{one.f_code.co_qualname} ({one.f_code.co_filename}:{line})" for one, line in stack]
+    return well_formed(" > ".join(dict.fromkeys([*said[-1:], *said[:1]])))
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = Path(frame.f_code.co_filename)
+    return file.is_absolute() and not any(file.is_relative_to(ours) for ours in _NOT_USERS)
 
 
 def print_traceback(error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from app.batch import CALL_REWARD, EvalHandle, RolloutBatch, StepHandle
+from app.cli import main
 from app.interruption import End, Interrupted
 from callbacks import Report, ValidateEnds
+from callbacks.report import callback
 from tests.helpers import tiny_run
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
@@ -88,15 +91,38 @@ def test_recorded_text_is_read_with_the_datamodules_tokenizer(tmp_path: Path) ->
     assert kept["tree"]["text"][0] == byte_tokenizer().decode([1, 2, 3])
 
 
-def test_an_interrupted_run_has_its_page(tmp_path: Path) -> None:
+def interrupt(run: Path, signum: signal.Signals) -> None:
+    """A run of two steps, ended by the signal before the third."""
+
     class Ends(Batched):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
-                raise Interrupted(15, End(2, None))
+                raise Interrupted(signum, End(2, None))
 
     with pytest.raises(Interrupted):
-        trainer(tmp_path / "run", Report()).fit(Ends(), datamodule=TinyData(batches=3))
+        trainer(run, Report()).fit(Ends(), datamodule=TinyData(batches=3))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_has_its_page(tmp_path: Path, signum: signal.Signals) -> None:
+    interrupt(tmp_path / "run", signum)
     assert (tmp_path / "run" / "report.html").exists() and [one["batch"] for one in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_long_run_that_is_preempted_leaves_its_page_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C leaves time for it; what the page is made from is written in any case."""
+    monkeypatch.setattr(callback, "_AT_ONCE_MIB", 0)
+    interrupt(tmp_path / "patient", signal.SIGINT)
+    assert (tmp_path / "patient" / "report.html").exists() and "look" not in capsys.readouterr().out
+    run = tmp_path / "run"
+    interrupt(run, signal.SIGTERM)
+    assert not (run / "report.html").exists() and [one["batch"] for one in rows(run)] == [1, 2]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Report: ")]
+    assert len(said) == 1 and f"'arborist look {run}' makes it" in said[0]
+    main(["look", str(run)])
+    assert (run / "report.html").exists()
 
 
 def test_a_page_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ def test_long_series_are_thinned_and_say_so() -> None:
     assert "mean of 4 steps" in page([long])
 
 
+def test_of_the_coach_the_latest_lines_are_shown_and_the_others_counted() -> None:
+    def coached(lines: int) -> RunData:
+        said = [{"step": step, "advice": [{"finding": f"found {step}."}]} for step in range(lines)]
+        return replace(run(), coach=said)
+
+    text = page([coached(1203)])
+    assert "1,003 earlier lines are in coach.jsonl" in text
+    assert text.count("<td>found ") == 200 and "found 1003." in text and "found 1002." not in text
+    assert "2,006 earlier lines are in coach.jsonl" in page([coached(1203)] * 2)
+    assert "earlier lines" not in page([coached(200)])
+
+
 @pytest.mark.parametrize("runs", [[], [RunData("empty")], [run()] * 9])
 def test_what_makes_no_report_is_refused(runs: list[RunData]) -> None:
     with pytest.raises(ValueError, match=r"one to 8 runs|empty: nothing was logged"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from app.cli import main
-from callbacks.report.runs import is_run, read_run
+from callbacks.report.runs import MOST_BATCHES, is_run, read_run
 
 
 def write(path: Path, rows: list[object], end: str = "\n") -> None:
@@ -78,6 +80,39 @@ def test_a_line_that_is_being_written_is_left_and_broken_ones_are_counted(tmp_pa
     found = read_run(tmp_path)
     assert len(found.batches) == 1 and found.summary == {"seconds": 3}
     assert found.notes == ["report.jsonl: 2 lines cannot be read", "config.yaml cannot be read"]
+
+
+def test_of_many_batches_some_are_read_and_the_others_counted(tmp_path: Path) -> None:
+    """Each launch leaves its last one. In memory are no more than are shown, whatever the file holds."""
+    count, text = 300, "x" * 100_000
+    with (tmp_path / "report.jsonl").open("w") as file:
+        for number in range(1, count + 1):
+            row = {"kind": "batch", "step": 2 * number - 1, "batch": number, "tree": {"text": [text]}}
+            lost = {"kind": "batch", "step": 2 * number, "batch": number + 1}
+            goes_on = {"kind": "goes_on", "step": 2 * number - 1}
+            file.writelines(f"{json.dumps(one)}\n" for one in (row, lost, goes_on))
+    read_run(tmp_path)  # what is made once
+    tracemalloc.start()
+    found = read_run(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    shown = [one["batch"] for one in found.batches]
+    assert [one["step"] for one in found.batches] == [2 * number - 1 for number in shown]
+    assert len(shown) == MOST_BATCHES and {1, 2, 4, 8, 16, 32, 64, 128, 256, count} < set(shown)
+    assert max(after - before for before, after in pairwise(shown)) <= count / 10  # well spread
+    assert all(one["tree"]["text"] == [text] for one in found.batches)
+    assert found.notes == [
+        "report.jsonl: 276 of 300 batches are not shown; the last, 1, 2, 4, 8, ... and some between them are"
+    ]
+    assert peak < 2 * MOST_BATCHES * len(text)
+
+
+@pytest.mark.parametrize("numbers", [[0] * 100, ["a"] * 100, [2**k for k in range(100)], [None] * 100])
+def test_batches_are_few_whatever_their_numbers(tmp_path: Path, numbers: list[object]) -> None:
+    rows = [{"kind": "batch", "step": step, "batch": number} for step, number in enumerate(numbers)]
+    write(tmp_path / "report.jsonl", list(rows))
+    steps = [one["step"] for one in read_run(tmp_path).batches]
+    assert len(steps) <= MOST_BATCHES and steps == sorted(set(steps)) and (steps[0], steps[-1]) == (0, 99)
 
 
 def test_a_run_without_the_callback_says_so(tmp_path: Path) -> None:

@@ -263,6 +263,96 @@ def test_a_workflow_that_blocks_the_thread_is_named_with_its_line(
     ), lines(caplog)[0]
 
 
+class Keeps(Flow):
+    """Keeps the event loop, once, until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+
+    async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+        self.keep()
+        return await super().run(engine, prompt)
+
+    def keep(self) -> None:
+        self.begun.set()
+        self.release.wait(60.0)
+
+
+def test_a_workflow_that_keeps_the_event_loop_is_named_long_before_a_stall(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow = Keeps()
+    producer = build(workflow=workflow)
+    trainer = Collecting(producer)
+    assert workflow.begun.wait(60.0)
+    watchdog = Watchdog(Stall(100.0), Limits(), producer)
+    now = time.monotonic()
+    for seconds in range(2):
+        watchdog.look(now + seconds)
+    assert lines(caplog) == []
+    for seconds in range(2, 20):
+        watchdog.look(now + seconds)
+    workflow.release.set()
+    trainer.done()
+    assert len(lines(caplog)) == 1
+    assert re.fullmatch(
+        r"all rollouts wait for Keeps\.run \(.*test_watchdog\.py:\d+\) > Keeps\.keep \(.*test_watchdog\.py:\d+\), which"
+        r" has kept their event loop for 2 s: workflows must await .* asyncio\.to_thread\(\.\.\.\)",
+        lines(caplog)[0],
+    ), lines(caplog)[0]
+
+
+def keep_loop(
+    producer: Producer, watchdog: Watchdog, now: float, keep: Callable[[], Any], release: Callable[[], Any]
+) -> None:
+    """Ten seconds, by made-up times, in which the event loop is inside of `keep`."""
+    assert producer.loop is not None and producer.thread is not None and producer.thread.ident is not None
+    thread, begun = producer.thread.ident, threading.Event()
+    producer.loop.call_soon_threadsafe(begun.set)
+    producer.loop.call_soon_threadsafe(keep)
+    assert begun.wait(30.0)
+    wait_until(lambda: sys._current_frames()[thread].f_code.co_name == "wait")
+    for seconds in range(10):
+        watchdog.look(now + seconds)
+    release()
+    assert watchdog._pong.wait(30.0)
+
+
+def test_what_keeps_the_event_loop_again_is_told_ever_more_rarely(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Servers()
+    producer = build(engine)
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    watchdog = Watchdog(Stall(10_000.0), Limits(collect_deadline_s=20_000.0), producer)
+    for number in range(9):
+        event = threading.Event()
+        keep_loop(producer, watchdog, now + 100 * number, lambda event=event: event.wait(60.0), event.set)
+    said = [re.search(r"for 2 s(?:, for the (\d)\. time)?:", line) for line in lines(caplog)]
+    assert [one and one.group(1) for one in said] == [None, "2", "4", "8"], lines(caplog)
+    engine.restart("b")
+    trainer.done()
+
+
+def test_a_loop_that_gets_no_time_and_one_busy_with_what_is_not_users_blames_nobody(
+    build: Build, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Servers()
+    producer = build(engine)
+    trainer = Collecting(producer)
+    now = stalled(producer)
+    watchdog = Watchdog(Stall(10_000.0), Limits(collect_deadline_s=20_000.0), producer)
+    event = threading.Event()
+    keep_loop(producer, watchdog, now, event.wait, event.set)  # no frame but the library's
+    monkeypatch.setattr(producer, "ping", lambda pong: None)  # the process was stopped, or the engine computes
+    for seconds in range(100, 120):
+        watchdog.look(now + seconds)
+    assert lines(caplog) == []
+    engine.restart("b")
+    trainer.done()
+
+
 def test_it_looks_on_a_thread_of_its_own(build: Build) -> None:
     producer = build(Servers())
     trainer = Collecting(producer)
