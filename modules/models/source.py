@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,12 @@ class ModelSource:
             back to `dtype` where they compute (QLoRA, Dettmers et al. 2023; bitsandbytes). None: as `dtype` says.
         train_tower: of a model that sees, also train what makes features of pictures, or put new adapters on it too; it
             stays as it is otherwise.
+        freeze: parameters that stay as they are: names of parameters or modules, or patterns of them, such as
+            `model.embed_tokens`, `model.layers.[0-3]` or, of a model of experts, `*.mlp.gate` (its routers).
 
     Raises:
-        ValueError: both or neither of path and config, an adapter or 4 bit of random weights, another dtype or kind.
+        ValueError: both or neither of path and config, an adapter or 4 bit of random weights, another dtype or kind,
+            `freeze` beside an adapter.
     """
 
     path: str | None = None
@@ -69,6 +73,7 @@ class ModelSource:
     adapter: str | dict[str, Any] | None = None
     train_tower: bool = False
     quantization: str | None = None
+    freeze: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -77,6 +82,8 @@ class ModelSource:
         checks.one_of("model.dtype", self.dtype, _DTYPES)
         if self.quantization is not None:
             checks.one_of("model.quantization", self.quantization, QUANTIZATIONS)
+        if self.freeze and self.adapter is not None:
+            raise ValueError("model.freeze has no effect beside model.adapter, which alone is trained; remove it")
         for key in ("adapter", "quantization"):
             if getattr(self, key) is not None and self.path is None:
                 raise ValueError(
@@ -176,6 +183,7 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     untrained = [*index_parameters(model), *(() if source.train_tower else tower)]
     for parameter in untrained:
         parameter.requires_grad_(False)
+    _freeze(model, source.freeze, others=scores)
     if source.adapter is not None:
         assert source.path is not None
         but = [*_owners(model, untrained), *unlike_linear(model)]
@@ -193,6 +201,25 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
             )
     # from_pretrained leaves evaluation mode on, in which dropout and gradient checkpointing would be off in silence.
     return model.train()
+
+
+def _freeze(model: PreTrainedModel, names: Sequence[str], others: bool) -> None:
+    """Parameters of these names stay as they are. `others`: the model has another head than the one that was named.
+
+    Raises:
+        ValueError: a name of nothing that would be trained, or nothing is left that is.
+    """
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for pattern in names:
+        found = [name for name in trained if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not found and not others:
+            close = difflib.get_close_matches(pattern, [name.rpartition(".")[0] for name in trained], n=1)
+            meant = f"did you mean '{close[0]}'?" if close else "names are those of model.named_parameters()"
+            raise ValueError(f"model.freeze: '{pattern}' is the name of nothing that is trained; {meant}")
+        for name in found:
+            trained[name].requires_grad_(False)
+    if not any(one.requires_grad for one in trained.values()):
+        raise ValueError("model.freeze: nothing is left to train; leave out some of its names")
 
 
 def image_processor_of(source: ModelSource) -> Any | None:
