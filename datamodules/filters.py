@@ -1,7 +1,9 @@
 """Dynamic sampling: which finished groups are worth training on.
 
 A filter is any object with `reason(group) -> str | None`: why the group is left out, or None to keep it. The producer
-drops and counts (`dropped_filtered`) what a filter names a reason for, and rolls out more prompts in its place.
+drops and counts (`dropped_filtered`) what a filter names a reason for, and rolls out more prompts in its place. Where
+it has a method `left_out(group) -> {episode id: why}`, these episodes of a group that is kept count in its statistics
+(its mean reward, say) and are not trained on themselves.
 
 Promises: the filters here are pure functions of the group; they judge episodes, not turns (an episode of 20 sequences
 counts once, by its reward and those of its single calls together, as advantages do), and their reasons say what was
@@ -10,12 +12,14 @@ measured.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from app import checks
-from app.batch import Trajectory
+from app.batch import LEFT_OUT, Trajectory
 from app.statistics import ROUNDING, equal
 from datamodules.groups import Group, earned
 
@@ -26,6 +30,10 @@ class GroupFilter(ABC):
     @abstractmethod
     def reason(self, group: Group) -> str | None:
         """Why `group` is not trained on, in a few words for the log; None when it is."""
+
+    def left_out(self, group: Group) -> Mapping[int, str]:
+        """Why, by id, for the episodes of a group that is kept which are not trained on themselves."""
+        return {}
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
@@ -99,8 +107,56 @@ class TooManyTruncated(GroupFilter):
         return None if cut <= self.most * episodes + ROUNDING else f"truncated: {cut} of {episodes} episodes"
 
 
+class LeaveOutTruncated(GroupFilter):
+    """Keeps groups, and leaves out of training their episodes that were cut off (finish reason "length"): their rewards
+    still count in the group's statistics. DAPO's overlong filtering (Yu et al. 2025, section 3.4). Not for objectives
+    that compare episodes (dpo, tba). A group all of whose episodes were cut off is left out.
+    """
+
+    def reason(self, group: Group) -> str | None:
+        episodes = len(episode_rewards(group))
+        return f"truncated: all of its {episodes} episodes" if len(self.left_out(group)) == episodes else None
+
+    def left_out(self, group: Group) -> dict[int, str]:
+        return {one.episode_id: "truncated" for one in group.trajectories if one.finish_reason == "length"}
+
+
+class LeaveOutRepetitive(GroupFilter):
+    """Keeps groups, and leaves out of training their episodes that end up in a loop: where so many sampled tokens in a
+    row were each all but certain (MiniMax-M1, Chen et al. 2025, section 3.2, which cuts such replies off). Their
+    rewards still count in the group's statistics. Not for objectives that compare episodes (dpo, tba).
+
+    Args:
+        window: sampled tokens in a row, at least 1. Text that is learnt by heart is as certain: far above its length.
+        probability: above which each of them was sampled, in (0, 1), at the temperature of sampling.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, window: int = 3000, probability: float = 0.99) -> None:
+        checks.at_least(1, {"LeaveOutRepetitive.window": window})
+        if not 0 < probability < 1:
+            raise ValueError(f"LeaveOutRepetitive.probability: {probability}, must be above 0 and below 1")
+        self.window = window
+        self.probability = probability
+
+    def reason(self, group: Group) -> str | None:
+        return None
+
+    def left_out(self, group: Group) -> dict[int, str]:
+        return {one.episode_id: "repetitive" for one in group.trajectories if self._loops(one)}
+
+    def _loops(self, one: Trajectory) -> bool:
+        sampled = one.behavior_logprobs[one.versions >= 0]  # whatever stands between two replies
+        hesitates = (sampled <= math.log(self.probability)).nonzero()[:, 0].tolist()
+        edges = [-1, *hesitates, len(sampled)]
+        return any(after - before > self.window for before, after in pairwise(edges))
+
+
 class Filters(GroupFilter):
-    """Several filters: a group stays when it passes all of them; the reason is the first one's that it fails.
+    """Several filters: a group stays when it passes all of them; the reason is the first one's that it fails. Episodes
+    are left out that any of them leaves out.
 
     Args:
         filters: at least one.
@@ -120,6 +176,9 @@ class Filters(GroupFilter):
     def reason(self, group: Group) -> str | None:
         return next((why for one in self.filters if (why := reason_of(one, group)) is not None), None)
 
+    def left_out(self, group: Group) -> dict[int, str]:
+        return {episode: why for one in reversed(self.filters) for episode, why in left_out_of(one, group).items()}
+
 
 class Custom(GroupFilter):
     """A function of your own: `(group) -> str | None`, by its import path."""
@@ -134,6 +193,36 @@ class Custom(GroupFilter):
 def reason_of(one: GroupFilter, group: Group) -> str | None:
     """What a filter says, which may be a class of users. Raises TypeError: neither a reason nor None."""
     return _checked(one.reason(group), f"{type(one).__name__}.reason", group)
+
+
+def left_out_of(one: GroupFilter, group: Group) -> dict[int, str]:
+    """What a filter says, which may be a class of users, of single episodes. Raises TypeError: no reasons by ids of the
+    group's episodes."""
+    if not callable(method := getattr(one, "left_out", None)):
+        return {}
+    found, known = method(group), {trajectory.episode_id for trajectory in group.trajectories}
+    if not isinstance(found, Mapping) or not all(
+        key in known and why and type(why) is str for key, why in found.items()
+    ):
+        raise TypeError(
+            f"{type(one).__name__}.left_out returned {found!r} for prompt '{group.prompt_id}'; it must return"
+            f" {{episode id: reason}}, of the ids {sorted(known)}"
+        )
+    return dict(found)
+
+
+def decide(one: GroupFilter, group: Group) -> str | None:
+    """Why a finished group is not trained on; where it is, the episodes that are left out of it are marked
+    (`app.batch.LEFT_OUT`)."""
+    if (why := reason_of(one, group)) is not None:
+        return why
+    left_out = left_out_of(one, group)
+    if left_out and len(left_out) == len(episode_rewards(group)):
+        return f"all of its {len(left_out)} episodes are left out: {', '.join(dict.fromkeys(left_out.values()))}"
+    for trajectory in group.trajectories:
+        if trajectory.episode_id in left_out:
+            trajectory.metadata[LEFT_OUT] = left_out[trajectory.episode_id]
+    return None
 
 
 def episode_rewards(group: Group) -> dict[int, float]:

@@ -133,7 +133,8 @@ class RolloutDataModule(L.LightningDataModule):
         checks.at_most(MOST_EPISODES, {"batch_size x group_size": batch_size * group_size})
         checks.at_most(1000, {"max_staleness": max_staleness, "over_sampling": over_sampling})
         if filter is None:
-            checks.no_effect("without filter", {"limits.max_filtered": limits.max_filtered}, "remove it or set filter")
+            unused = {"limits.max_filtered": limits.max_filtered, "limits.rest": limits.rest}
+            checks.no_effect("without filter", unused, "remove it or set filter")
         if reward is None and reward_options != RewardOptions():
             raise ValueError("reward_options has no effect without reward; remove it or set reward")
         if stall.action == "restart_server" and not (isinstance(engine, ServerEngine) and engine.owns_servers):
@@ -202,7 +203,6 @@ class RolloutDataModule(L.LightningDataModule):
                 f"trainer.accumulate_grad_batches: {trainer.accumulate_grad_batches}, but a rollout batch is one or"
                 " more whole optimizer steps; leave it at 1 and raise data.batch_size instead"
             )
-
         if self._record is not None and stage in ("fit", "predict"):
             directory = Path(trainer.log_dir or trainer.default_root_dir)  # asked on every rank, as above
             self._recorder = RolloutRecorder(directory / self._record) if trainer.is_global_zero else None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.batch import CALL_REWARD, LARGEST_REWARD, BatchError, RolloutBatch
+from app.batch import CALL_REWARD, LARGEST_REWARD, LEFT_OUT, BatchError, RolloutBatch
 from app.statistics import ROUNDING
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,26 @@ def episodes(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
             " same"
         )
     return ends[0], unique[:, 0], of_sequence
+
+
+def taking_part(batch: RolloutBatch, sequences: list[int], comparing: str) -> list[int]:
+    """Those of `sequences` whose episodes are not left out of training (`app.batch.LEFT_OUT`).
+
+    Args:
+        comparing: the objective, where it compares the episodes of a group; "" where it does not.
+
+    Raises:
+        BatchError: it compares them, and some are left out.
+    """
+    found = [i for i in sequences if LEFT_OUT not in batch.metadata[i]]
+    if comparing and len(found) < len(sequences):
+        i = next(i for i in sequences if LEFT_OUT in batch.metadata[i])
+        raise BatchError(
+            f"RolloutBatch.metadata: an episode of prompt '{batch.prompt_ids[i]}' is left out of training"
+            f" ({batch.metadata[i][LEFT_OUT]}), and objective={comparing} compares all episodes of a group; take a"
+            " data.filter that leaves out whole groups (TooManyTruncated), or another objective"
+        )
+    return found
 
 
 def call_rewards(batch: RolloutBatch) -> Tensor:

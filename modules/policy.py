@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from app import checks
-from app.batch import TEACHER_PROMPT, BatchError, EvalHandle, RolloutBatch
+from app.batch import TEACHER_PROMPT, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, shown, taught, views
+from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, check_taught, shown, taught, views
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
-from modules.episodes import episodes, group_sizes
+from modules.episodes import episodes, group_sizes, taking_part
 from modules.evaluation import EvaluationMetrics, comparable, compare
 from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
@@ -242,18 +242,9 @@ class PolicyModule(TreeModule):
         """The column `reference`, where `passes` did not bring it: of a teacher on a server, or that sees other prompts
         than the policy."""
         other = shown(batch)
-        if other is not None and self.reference_source is None:
-            raise BatchError(
-                "RolloutBatch.metadata: prompts for a teacher (hints of the workflow), and no reference reads them; set"
-                " reference, or remove the workflow's hint"
-            )
         advantage = self.algorithm.advantage
         alone = advantage is not None and advantage.name == "distill" and not advantage.options.get("task")
-        if alone and other is None and self.reference_source == "initial":
-            raise BatchError(
-                "RolloutBatch.metadata: advantage=distill with reference 'initial' teaches nothing without hints,"
-                " as the teacher reads what the policy reads; set the workflow's hint, or reference.path"
-            )
+        check_taught(other is not None, self.reference_source, alone)
         if self.reference_source is None or "reference" in passes:
             return
         batch_there, told, names = batch if other is None else other, taught(batch), ("logprobs", *self._likely)
@@ -307,8 +298,10 @@ class PolicyModule(TreeModule):
 
     def step_sequences(self, batch: RolloutBatch, index: int) -> list[int]:
         epoch, part = divmod(index, self.minibatches)
-        couples = bool(set(STEP_INPUTS) & self.algorithm.objective.needs)  # the episodes of a group
-        return split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch), couples)[part]
+        objective = self.algorithm.objective
+        couples = bool(set(STEP_INPUTS) & objective.needs)  # the episodes of a group
+        parts = split_minibatches(batch, self.minibatches, (self.seed, self.policy_version, epoch), couples)
+        return taking_part(batch, parts[part], objective.name if couples else "")
 
     def step_plan(self) -> dict[str, int]:
         return {"minibatches": self.minibatches, "epochs": self.epochs, "seed": self.seed}

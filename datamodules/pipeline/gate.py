@@ -12,7 +12,7 @@ never surplus: they get no place among the spare ones, and theirs is free for no
 Promises: thread-safe; a group that is dropped, for whatever reason, gives its place back (otherwise the gate
 starves); a move the books cannot explain raises instead of bending the counters; at any moment, after a resume too,
 
-    admitted = trained + queued + running + dropped_stale + dropped_filtered + failed + skipped + requeued.
+    admitted = trained + queued + running + dropped_stale + dropped_filtered + failed + skipped + rested + requeued.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import Literal
 
 from app import checks
 
-Drop = Literal["failed", "filtered", "skipped", "requeued"]
+Drop = Literal["failed", "filtered", "skipped", "rested", "requeued"]
 
 _DROPS: dict[Drop, str] = {
     "failed": "failed",
     "filtered": "dropped_filtered",
     "skipped": "skipped",
+    "rested": "rested",
     "requeued": "requeued",
 }
 _LEFT = ("dropped_stale", *_DROPS.values())  # where a group can end besides training
@@ -116,8 +117,8 @@ class StalenessGate:
         """Running groups come to nothing: their places are free again.
 
         Args:
-            reason: "failed"; "filtered"; "skipped", the prompt cannot be played at all; "requeued", cancelled, the
-                prompt being played again later (which counts as another admission).
+            reason: "failed"; "filtered"; "skipped", the prompt cannot be played at all; "rested", it sits out this
+                turn; "requeued", cancelled, the prompt being played again later (which counts as another admission).
             count: how many.
         """
         with self._lock:
@@ -185,7 +186,7 @@ class StalenessGate:
 
     def counters(self) -> dict[str, int]:
         """Groups admitted, running, queued, accepted (trained or queued), trained (handed to the trainer),
-        dropped_stale, dropped_filtered, failed, skipped, requeued; episodes truncated."""
+        dropped_stale, dropped_filtered, failed, skipped, rested, requeued; episodes truncated."""
         with self._lock:
             return {**self._counts, "trained": self._counts["accepted"] - self._counts["queued"]}
 

@@ -35,6 +35,9 @@ class Limits:
         max_failures: groups dropped in a row that stop the run, once it is saved; 8 do, where none has come through
             before them and all of them failed with the same words, but for deadlines. A run that goes on counts anew.
         max_filtered: groups filtered out since the last one kept that stop the run; None for 1000. With `filter` only.
+        rest: turns in a row that a prompt sits out at most, counted as `rested`: after a group of it that was filtered
+            out one, after a second in a row three, then seven and so on; a group that is kept ends that. 7 plays what
+            is always solved, or never, once in eight times; None: no rest. Of prompts that come again, with `filter`.
         max_concurrent: most groups played at once; None for all that may be.
         long_prompts: "error" refuses prompts that leave no room for a reply in the model's context; "skip" leaves
             them out, with a logged count.
@@ -47,6 +50,7 @@ class Limits:
     collect_deadline_s: float = 900.0
     max_failures: int = 32
     max_filtered: int | None = None
+    rest: int | None = None
     max_concurrent: int | None = None
     long_prompts: LongPrompts = "error"
 
@@ -60,6 +64,7 @@ class Limits:
                 " raise that too"
             )
         checks.at_least(1, {"limits.max_failures": self.max_failures, "limits.max_filtered": self.max_filtered})
+        checks.at_least(1, {"limits.rest": self.rest})
         checks.at_least(1, {"limits.max_concurrent": self.max_concurrent})
         checks.at_most(MOST_EPISODES, {"limits.max_concurrent": self.max_concurrent})
         checks.one_of("limits.long_prompts", self.long_prompts, get_args(LongPrompts))

@@ -21,7 +21,7 @@ from typing import Any
 
 from app import interruption
 from app.batch import Trajectory
-from datamodules.filters import GroupFilter, reason_of
+from datamodules.filters import GroupFilter, decide
 from datamodules.groups import Group, label, to_batch
 from datamodules.pending import Pending
 from datamodules.pipeline.diagnosis import one_line
@@ -53,7 +53,8 @@ class Producer:
         group_size: samples of each prompt.
         seed: of the sampling: sample s of prompt i uses (seed, i, s).
         limits: how many groups may fail, or be filtered out, before the run stops with the last one's reason.
-        group_filter: names a reason for the groups that are not worth training on; they are dropped.
+        group_filter: names a reason for the groups that are not worth training on, which are dropped, and for single
+            episodes.
         solved_at: an episode with at least this reward has solved its prompt (in the tally).
     """
 
@@ -70,7 +71,7 @@ class Producer:
         solved_at: float = 1.0,
     ) -> None:
         self.gate = gate
-        self.stream = Stream(gate, group_size, solved_at)
+        self.stream = Stream(gate, group_size, solved_at, limits.rest or 0)
         self.player = player
         self._dealer = dealer
         self._group_size = group_size
@@ -334,8 +335,10 @@ class Producer:
                 self.fail(self._failures.skipped())
                 return
             pending.prompt_id = prompt.id
+            if self.stream.at_rest(pending, prompt.id):
+                return
             group = await self._play(prompt, pending)
-            reason = None if self._filter is None else reason_of(self._filter, group)
+            reason = None if self._filter is None else decide(self._filter, group)
         except BaseException as error:  # sources of prompts and filters are users' code too
             if foreign.must_pass(error):
                 raise

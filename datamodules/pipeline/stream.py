@@ -3,7 +3,7 @@
     prompts given back, else the next of the source -> running -> ready -> taken by the trainer
                      ^                                   |         |
                      '------ re-queued, restored --------'         '-> dropped as stale
-                                                         '-> dropped: failed, filtered, skipped
+                                                         '-> dropped: failed, filtered, skipped, at rest
 
 With over-sampling, what is slow is given up as surplus again and again, and would soon fill all spare places. So a
 prompt that was given up four times waits; once there is a batch of such prompts, they are played beside each other and
@@ -26,6 +26,7 @@ from typing import Any
 from datamodules.groups import Group, pack, unpack
 from datamodules.pending import LastArrival, Pending
 from datamodules.pipeline.gate import StalenessGate, unaccounted
+from datamodules.pipeline.rest import Rest
 from datamodules.pipeline.tally import Tally
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Stream:
         gate: decides how far to run ahead.
         group_size: samples of each prompt.
         solved_at: reward from which an episode counts as solved, in the tally.
+        rest: turns in a row that a prompt sits out at most, whose groups are filtered out.
 
     Attributes:
         tally: what finished groups were worth; see there.
@@ -48,9 +50,10 @@ class Stream:
         taken: the groups the trainer took last, until they are `released`.
     """
 
-    def __init__(self, gate: StalenessGate, group_size: int, solved_at: float = 1.0) -> None:
+    def __init__(self, gate: StalenessGate, group_size: int, solved_at: float = 1.0, rest: int = 0) -> None:
         self.gate = gate
         self.tally = Tally(solved_at)
+        self._rest = Rest(rest)
         self.changed = threading.Condition()
         self.arrivals = LastArrival()
         self._group_size = group_size
@@ -111,6 +114,7 @@ class Stream:
             if not self._end(pending):
                 return []
             self._ready.append(group)
+            self._rest.kept(group.prompt_id)
             self.gate.finish()
             surplus = [one for one in self._running.values() if not one.kept] if self.gate.is_full() else []
             self.requeue(surplus)
@@ -130,8 +134,18 @@ class Stream:
         with self.changed:
             dropped = self._drop(pending, "filtered")
             if dropped:
+                self._rest.filtered(group.prompt_id)
                 self._ended(group)
             return dropped
+
+    def at_rest(self, pending: Pending, prompt_id: str) -> bool:
+        """Whether the prompt sits out this turn, with which its group comes to nothing."""
+        with self.changed:
+            return (
+                pending is self._running.get(pending.index)
+                and self._rest.passes(prompt_id)
+                and self._drop(pending, "rested")
+            )
 
     def skip(self, pending: Pending) -> bool:
         """Its prompt cannot be played. False when it had been given up before."""
@@ -199,6 +213,7 @@ class Stream:
                 "unfinished": sorted([*self._again, *self._running]),
                 "counters": self.gate.counters(),
                 "tally": self.tally.state_dict(),
+                "rest": self._rest.state_dict(),
             }
             if under_way:
                 state |= {"version": self.gate.version, "under_way": pack(list(under_way))}
@@ -224,6 +239,7 @@ class Stream:
             self._running, self._long = {}, set()
             self._ready, self.taken = kept, taken
             self.tally.load_state_dict(state.get("tally", {}))
+            self._rest.load_state_dict(state.get("rest", {}))
             self.gate.open(version, queued=len(kept), counters=counters, under_way=bool(taken))
 
     def check(self) -> None:
@@ -231,7 +247,10 @@ class Stream:
         with self.changed:
             counters = self.gate.counters()
             places = [*self._again, *self._running, *(group.index for group in self._ready)]
-            left = sum(counters[name] for name in ("trained", "dropped_stale", "dropped_filtered", "failed", "skipped"))
+            left = sum(
+                counters[name]
+                for name in ("trained", "dropped_stale", "dropped_filtered", "failed", "skipped", "rested")
+            )
             held = (counters["running"], counters["queued"]) == (len(self._running), len(self._ready))
             balanced = self._position == left + len(places) and unaccounted(counters) == 0
             if not (held and balanced and len(set(places)) == len(places)):

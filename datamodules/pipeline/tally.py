@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.batch import UNTRAINABLE_CALLS
+from app.batch import LEFT_OUT, UNTRAINABLE_CALLS
 from app.statistics import ROUNDING, equal
 from datamodules.filters import episode_rewards
 from datamodules.groups import Group
@@ -32,7 +32,7 @@ class Tally:
     def _clear(self) -> None:
         self._reward = 0.0
         self._episodes = self._groups = self._solved = self._unsolved = self._flat = 0
-        self._untrainable = 0
+        self._untrainable = self._left_out = 0
         self.placeholders_sampled = 0
         self._tokens = self._stale_tokens = self._stale_episodes = 0
 
@@ -48,6 +48,7 @@ class Tally:
         self._flat += equal(rewards)
         of_episodes = {one.episode_id: one.metadata.get(UNTRAINABLE_CALLS, 0) for one in group.trajectories}
         self._untrainable += sum(of_episodes.values())
+        self._left_out += len({one.episode_id for one in group.trajectories if LEFT_OUT in one.metadata})
         self._tokens += _generated(group)
 
     def stale(self, group: Group) -> None:
@@ -68,14 +69,17 @@ class Tally:
         """`reward` and `length` (generated tokens), means over the episodes of all finished groups; `solved` and
         `unsolved`, the shares of these groups all of whose episodes, or none, solved the prompt; `flat`, the share
         whose episodes all have one reward, so that no advantage is left of it; `stale_length`, as `length`, of groups
-        dropped as stale; `untrainable_calls`, replies an episode that were sampled so that they cannot be trained on,
-        and `placeholder_sampled`, groups that failed as a reply had one, where there are any. Names without data are
-        left out; what is taken is forgotten."""
+        dropped as stale; and where there are any `left_out`, the share of the episodes that are not trained on though
+        their group is, `untrainable_calls`, replies an episode that were sampled so that they cannot be trained on, and
+        `placeholder_sampled`, groups that failed as a reply had one. Names without data are missing; what is taken is
+        forgotten."""
         found = {}
         if self._groups:
             found = {"reward": self._reward / self._episodes, "length": self._tokens / self._episodes}
             found |= {"solved": self._solved / self._groups, "unsolved": self._unsolved / self._groups}
             found["flat"] = self._flat / self._groups
+        if self._left_out:
+            found[LEFT_OUT] = self._left_out / self._episodes
         if self._untrainable:
             found[UNTRAINABLE_CALLS] = self._untrainable / self._episodes
         if self.placeholders_sampled:

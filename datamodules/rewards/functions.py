@@ -12,7 +12,7 @@ import math
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from types import CoroutineType
@@ -191,22 +191,28 @@ class WeightedSum:
         rewards: name -> reward: an import path, or class_path and init_args. At least one. One that is itself made of
             parts contributes its total.
         weights: name -> factor; 1.0 for those not named.
+        optional: names of those that may return None for a prompt to which they do not apply: that adds nothing, and
+            is not in the logged mean. Of all others None is a mistake, as a forgotten `return` is.
 
     Raises:
-        ValueError: no rewards, or a weight of none of them.
-        NotAnAnswer: (when called) a part that is no finite number.
+        ValueError: no rewards, or a weight or an option of none of them.
+        NotAnAnswer: (when called) a part that is no finite number, or none that applies.
     """
 
     def __init__(
-        self, rewards: dict[str, Callable[[Prompt, str], float]], weights: dict[str, float] | None = None
+        self,
+        rewards: dict[str, Callable[[Prompt, str], float | None]],
+        weights: dict[str, float] | None = None,
+        optional: Sequence[str] = (),
     ) -> None:
         if not rewards:
             raise ValueError("WeightedSum.rewards: empty; name at least one reward")
-        stray = [name for name in weights or {} if name not in rewards]
-        if stray:
-            raise ValueError(f"WeightedSum.weights: '{stray[0]}' is none of the rewards {list(rewards)}")
+        for option, names in (("weights", weights or {}), ("optional", optional)):
+            if stray := [name for name in names if name not in rewards]:
+                raise ValueError(f"WeightedSum.{option}: '{stray[0]}' is none of the rewards {list(rewards)}")
         self.rewards = rewards
         self.weights = {name: (weights or {}).get(name, 1.0) for name in rewards}
+        self.optional = frozenset(optional)
 
     def prepare(self) -> None:
         prepare(self.rewards.values())
@@ -215,10 +221,14 @@ class WeightedSum:
         parts: dict[str, float] = {}
         said = []
         for name, reward in self.rewards.items():
-            value: Reward = asked(reward, prompt, completion)
+            value: Reward | None = asked(reward, prompt, completion)
+            if value is None and name in self.optional:
+                continue
             worth, more = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
             parts[name] = number(worth, f" for its part '{name}'")
             said.append(in_words(more))
+        if not parts:
+            raise NotAnAnswer(f"returned None for all of its parts, {', '.join(self.rewards)}: no reward", "exception")
         total = sum(self.weights[name] * part for name, part in parts.items())
         words = "\n".join(filter(None, said))
         return total, {**parts, **({FEEDBACK: words} if words and FEEDBACK not in parts else {})}

@@ -228,6 +228,26 @@ def shown(batch: RolloutBatch) -> RolloutBatch | None:
     )
 
 
+def check_taught(by_prompts: bool, reference: object, alone: bool) -> None:
+    """Raises BatchError where prompts for a teacher have no reader, or a policy would be taught by itself alone without
+    any.
+
+    Args:
+        by_prompts: the batch has some. reference: where the teacher comes from. alone: nothing but the teacher is
+            followed.
+    """
+    if by_prompts and reference is None:
+        raise BatchError(
+            "RolloutBatch.metadata: prompts for a teacher (hints of the workflow), and no reference reads them; set"
+            " reference, or remove the workflow's hint"
+        )
+    if alone and not by_prompts and reference == "initial":
+        raise BatchError(
+            "RolloutBatch.metadata: advantage=distill with reference 'initial' teaches nothing without hints,"
+            " as the teacher reads what the policy reads; set the workflow's hint, or reference.path"
+        )
+
+
 def taught(batch: RolloutBatch) -> Tensor:
     """bool [T]: the trained tokens of which the teacher is asked."""
     silent = torch.tensor([one.get(TEACHER_PROMPT) == [] for one in batch.metadata])

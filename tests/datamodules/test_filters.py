@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from app.batch import CALL_REWARD, BatchError, Trajectory
-from datamodules.filters import Custom, Filters, GroupFilter, NoSignal, RewardBand, TooManyTruncated
+from app.batch import CALL_REWARD, LEFT_OUT, BatchError, Trajectory
+from datamodules.filters import (
+    Custom,
+    Filters,
+    GroupFilter,
+    LeaveOutRepetitive,
+    LeaveOutTruncated,
+    NoSignal,
+    RewardBand,
+    TooManyTruncated,
+    decide,
+)
 from datamodules.groups import Group, earned, to_batch
 from datamodules.pipeline.tally import Tally
 from modules.metrics import episode_reward
@@ -120,6 +131,45 @@ def test_truncated_episodes_are_counted_once() -> None:
     assert TooManyTruncated(0.5).reason(half) is None
     assert TooManyTruncated(0.4).reason(half) == "truncated: 1 of 2 episodes"
     assert TooManyTruncated(0.0).reason(group((1.0, "stop"), (0.0, "stop"))) is None
+
+
+def test_truncated_episodes_teach_nothing() -> None:
+    some = group((1.0, "length"), (0.0, "stop"), (0.0, "length"), turns=2)
+    assert decide(Filters([NoSignal(), LeaveOutTruncated()]), some) is None
+    assert [one.metadata.get(LEFT_OUT) for one in some.trajectories] == [
+        *["truncated"] * 2,
+        None,
+        None,
+        *["truncated"] * 2,
+    ]
+    every = group((1.0, "length"), (0.0, "length"))
+    assert decide(LeaveOutTruncated(), every) == "truncated: all of its 2 episodes"
+    assert decide(Everything(), group((1.0, "stop"))) == "'p3' is left out, as everything is"
+    for wrong in ([0], {7: "unknown"}, {0: ""}):
+        own = type(
+            "Own", (LeaveOutTruncated,), {"left_out": lambda self, group, wrong=wrong: wrong, "reason": lambda *_: None}
+        )
+        with pytest.raises(TypeError, match=r"Own.left_out returned .* of the ids \[0\]"):
+            decide(own(), group((1.0, "stop")))
+
+
+@pytest.mark.parametrize(("certain", "loops"), [(3, False), (4, True), (9, True)])
+@pytest.mark.parametrize("before", [0, 2])
+def test_loops_are_so_many_certain_tokens_in_a_row(certain: int, loops: bool, before: int) -> None:
+    """Wherever they stand among the sampled tokens; what was not sampled neither adds to them nor parts them."""
+    made = group((1.0, "stop"), (0.0, "stop"))
+    probability = torch.tensor([0.5] * before + [0.999] * certain + [0.9])
+    sampled = torch.cat([torch.zeros(3), probability.log()[:-2], torch.zeros(5), probability.log()[-2:]])
+    mask = torch.tensor([False] * 3 + [True] * (len(probability) - 2) + [False] * 5 + [True] * 2)
+    made.trajectories[1] = replace(
+        made.trajectories[1],
+        tokens=torch.arange(len(sampled)),
+        loss_mask=mask,
+        behavior_logprobs=sampled,
+        versions=torch.where(mask, 0, -1),
+    )
+    assert decide(LeaveOutRepetitive(window=4), made) is None
+    assert [LEFT_OUT in one.metadata for one in made.trajectories] == [False, loops]
 
 
 def test_filters_compose_and_the_first_reason_counts() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.optimization import Adafactor
 
-from app.batch import RolloutBatch
+from app.batch import LEFT_OUT, BatchError, RolloutBatch
 from app.strategies import DTAStrategy
 from modules import ModelSource, PolicyModule, Regulariser
 from modules.ranks import split_minibatches
@@ -187,6 +187,36 @@ def test_generated_but_untrained_tokens_change_nothing() -> None:
     for module, data in zip(modules, (batch, hidden)):
         fit(module, [data])
     assert_same(modules[0].policy, modules[1].policy, atol=0)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_episodes_that_are_left_out_count_in_their_group(minibatches: int) -> None:
+    """One of a single turn and one of three; nothing of theirs is computed."""
+    batch, plain = make_batch(), make_batch()
+    chosen = {1, 8}
+    for about, episode in zip(batch.metadata, batch.episode_ids.tolist(), strict=True):
+        about |= {LEFT_OUT: "truncated"} if episode in chosen else {}
+    module, model = PolicyModule(source(), optimizer=sgd, minibatches=minibatches), naive_model()
+    steps = fit(module, [batch])
+
+    def splits(plain: RolloutBatch, number: int) -> list[list[int]]:
+        parts = split_minibatches(plain, minibatches, (0, number, 0))
+        return [[i for i in part if int(plain.episode_ids[i]) not in chosen] for part in parts]
+
+    naive_training(model, [plain], splits, naive_policy_loss)
+    assert_same(module.policy, model)
+    of_each = [int(plain.lengths()[i]) for i in range(len(plain)) if int(plain.episode_ids[i]) not in chosen]
+    assert sum(step["tokens/dense"] for step in steps) == sum(of_each)
+    rewards = dict(zip(plain.episode_ids.tolist(), plain.rewards.tolist()))
+    assert all(step["reward"] == pytest.approx(sum(rewards.values()) / 9) for step in steps)
+
+
+def test_objectives_that_compare_episodes_take_all() -> None:
+    batch = make_batch()
+    batch.metadata[0][LEFT_OUT] = "truncated"
+    module = PolicyModule(source(), optimizer=sgd, objective="dpo", reference="initial")
+    with pytest.raises(BatchError, match=r"prompt 'prompt-0' is left out of training \(truncated\), and objective=dpo"):
+        fit(module, [batch])
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dta"])

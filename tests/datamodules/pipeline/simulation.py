@@ -29,6 +29,11 @@ EVENTS = {
 }
 
 
+def name_of(pending: Pending) -> str:
+    """Of a prompt that comes again."""
+    return f"p{pending.index % 20}"
+
+
 def group_of(pending: Pending) -> Group:
     def episode(sample: int) -> list[Trajectory]:
         one = Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, pending.admitted_at], 1.0, 0, 0)  # type: ignore[arg-type]
@@ -36,7 +41,7 @@ def group_of(pending: Pending) -> Group:
         return label([one], pending.index, sample, SAMPLES)
 
     episodes = [one for sample in range(SAMPLES) for one in episode(sample)]
-    return Group(pending.index, f"p{pending.index}", pending.admitted_at, episodes)
+    return Group(pending.index, name_of(pending), pending.admitted_at, episodes)
 
 
 class Simulation:
@@ -46,7 +51,7 @@ class Simulation:
         self.rng = rng
         self.gate_options = gate
         self.begin(0, {})
-        self.ever = dict.fromkeys(EVENTS, 0) | {"surplus": 0, "stale": 0, "trained": 0, "oldest": 0}
+        self.ever = dict.fromkeys(EVENTS, 0) | {"surplus": 0, "stale": 0, "trained": 0, "oldest": 0, "rested": 0}
         self.trained: dict[int, int] = {}  # prompt -> version it was trained at
         self.lost: set[int] = set()  # prompts dropped for good
         self.saved: tuple[Any, ...] = self.checkpoint()
@@ -56,7 +61,7 @@ class Simulation:
 
     def begin(self, version: int, state: dict[str, Any]) -> None:
         self.gate = StalenessGate(*self.gate_options)
-        self.stream = Stream(self.gate, SAMPLES)
+        self.stream = Stream(self.gate, SAMPLES, rest=3)
         self.stream.restore(version, state)
         self.playing: list[Pending] = []  # including those given up, whose end comes late
         self.slow: set[int] = set()
@@ -97,6 +102,10 @@ class Simulation:
         if pending is None:
             return False
         assert pending.index not in self.trained and pending.index not in self.lost
+        if self.stream.at_rest(pending, name_of(pending)):
+            self.lost.add(pending.index)
+            self.ever["rested"] += 1
+            return True
         if self.rng.random() < 0.1:
             self.slow.add(pending.index)  # is chosen to finish much more rarely
         self.playing.append(pending)

@@ -179,7 +179,7 @@ def test_what_is_slow_is_not_stale_where_no_weights_change() -> None:
     stream.check()
 
 
-@pytest.mark.parametrize("drop", ["failed", "filtered", "skipped", "requeued", "stale"])
+@pytest.mark.parametrize("drop", ["failed", "filtered", "skipped", "rested", "requeued", "stale"])
 def test_every_drop_gives_its_place_back_and_is_counted(drop: str) -> None:
     gate = StalenessGate(batch_size=1, max_staleness=0, max_concurrent=1)
     assert gate.admit() == 0 and gate.room() == 0

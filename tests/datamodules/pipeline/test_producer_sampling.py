@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.batch import Trajectory
-from datamodules.filters import NoSignal
+from app.batch import LEFT_OUT, Trajectory
+from datamodules.filters import Filters, GroupFilter, NoSignal
 from datamodules.groups import Group
 from datamodules.inference.protocol import GenerationError, GenerationRequest
 from datamodules.pipeline.gate import unaccounted
 from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.rest import Rest
 from datamodules.prompts import Prompt
 from datamodules.workflows import EpisodeEngine
 from tests.datamodules.fake_engine import FakeEngine
@@ -62,6 +63,67 @@ def test_filtered_groups_are_counted_named_and_replaced(build: Build, caplog: py
     producer.stream.check()
 
 
+class Circle(Numbered):
+    """Six prompts, again and again."""
+
+    def deal(self, index: int) -> Prompt:
+        return super().deal(index % 6)
+
+
+def turns(build: Build, batches: int, **options: Any) -> list[list[str]]:
+    """The prompts of six turns each that were played, sorted; two of six never have a signal."""
+    played: list[str] = []
+
+    class Noting(EqualRewards):
+        async def run(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
+            played.append(prompt.id)
+            return await super().run(engine, prompt)
+
+    producer = build(workflow=Noting(), source=Circle(), group_filter=NoSignal(), batch_size=4, **options)
+    for version in range(1, batches + 1):
+        before = len(played)
+        producer.collect(4, 60.0)
+        played[before:] = [*sorted(set(played[before:])), "|"]
+        producer.publish(version)
+    producer.stream.check()
+    return ["".join(part.split("|")).split() for part in " ".join(played).split("|")][:batches]
+
+
+def test_prompts_without_signal_sit_out_ever_more_turns(build: Build) -> None:
+    """p0 and p3 are dealt in every turn, and played in the first, third and seventh; then in every fourth."""
+    always, tired = ["p1", "p2", "p4", "p5"], [f"p{k}" for k in range(6)]
+    seen = turns(build, 16, limits=Limits(rest=3))
+    assert [number for number, played in enumerate(seen) if played != always] == [0, 2, 6, 10, 14]
+    assert all(seen[number] == tired for number in (0, 2, 6, 10, 14))
+    assert turns(build, 4) == [tired] * 4
+
+
+def test_rest_is_part_of_the_checkpoint_and_ends_with_a_signal(build: Build) -> None:
+    options: dict[str, Any] = {"source": Circle(), "group_filter": NoSignal(), "batch_size": 4}
+    producer = build(workflow=EqualRewards(), limits=Limits(rest=7), **options)
+    producer.collect(4, 60.0)
+    state = through_a_file(producer.state_dict())
+    assert state["rest"] == {"p0": [1, 1], "p3": [1, 1]}
+    again = build(workflow=EqualRewards(), limits=Limits(rest=7), version=1, state=state, **options)
+    assert ids(again.collect(4, 60.0)) == ["p1", "p2", "p4", "p5"] and again.gate.counters()["rested"] == 2
+    again.publish(2)
+    assert ids(again.collect(4, 60.0)) == ["p1", "p2", "p4", "p5"] and again.gate.counters()["dropped_filtered"] == 4
+    assert again.state_dict()["rest"] == {"p0": [2, 3], "p3": [2, 3]}
+    lively = build(limits=Limits(rest=1), version=3, state=through_a_file(again.state_dict()), **options)
+    assert ids(lively.collect(4, 60.0)) == ["p1", "p2", "p4", "p5"]  # what is longer than the bound is cut
+    lively.publish(4)
+    assert ids(lively.collect(4, 60.0)) == ["p0", "p1", "p2", "p3"] and lively.state_dict()["rest"] == {}
+    lively.stream.check()
+
+
+def test_what_rests_is_forgotten_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datamodules.pipeline.rest._REMEMBERED", 2)
+    rest = Rest(7)
+    for prompt in ("a", "b", "a", "c"):
+        rest.filtered(prompt)
+    assert [rest.passes(prompt) for prompt in ("a", "b", "c", "c")] == [True, False, True, False]
+
+
 def test_filtering_everything_is_no_endless_loop(build: Build) -> None:
     producer = build(group_filter=Everything(), limits=Limits(max_filtered=20))
     said = r"20 groups in a row \(limits.max_filtered\) were filtered out, the last one of prompt 'p19': not my taste;"
@@ -90,6 +152,28 @@ def test_skipping_everything_is_no_endless_loop(build: Build, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="50 prompts in a row were too long for the model's context and skipped"):
         producer.collect(2, 60.0)
     assert producer.gate.counters()["skipped"] == 50
+
+
+class FirstTeachesNothing(GroupFilter):
+    """Leaves out of training the first episode of each group."""
+
+    def reason(self, group: Group) -> str | None:
+        return None
+
+    def left_out(self, group: Group) -> dict[int, str]:
+        return {group.trajectories[0].episode_id: "is the first"}
+
+
+def test_single_episodes_are_left_out(build: Build) -> None:
+    producer = build(group_filter=Filters([NoSignal(), FirstTeachesNothing()]))
+    for group in producer.collect(2, 60.0):
+        assert [one.metadata.get(LEFT_OUT) for one in group.trajectories] == ["is the first", None, None]
+    assert producer.stream.worth()["left_out"] == pytest.approx(1 / 3)
+    lone = build(group_filter=FirstTeachesNothing(), group_size=1, limits=Limits(max_filtered=2))
+    with pytest.raises(
+        RuntimeError, match="all of its 1 episodes are left out: is the first; nothing is left to train"
+    ):
+        lone.collect(2, 60.0)
 
 
 # ---- over-sampling

@@ -87,9 +87,24 @@ def test_a_part_that_is_no_number_is_none_in_a_sum(value: Any) -> None:
         summed(PROMPT, "42")
 
 
+def of_sums(prompt: Prompt, completion: str) -> float | None:
+    return float("+" in prompt.text) if prompt.text else None
+
+
+def test_a_part_may_be_optional() -> None:
+    parts = {"sums": of_sums, "form": RegexMatch(r"\d+")}
+    summed = WeightedSum(parts, {"sums": 2.0}, optional=["sums"])  # type: ignore[arg-type]
+    assert summed(Prompt("q", text="1+2="), "3") == (3.0, {"sums": 1.0, "form": 1.0})
+    assert summed(Prompt("q"), "3") == (1.0, {"form": 1.0})
+    lone = WeightedSum({"sums": of_sums}, optional=["sums"])
+    with pytest.raises(NotAnAnswer, match="returned None for all of its parts, sums: no reward"):
+        lone(Prompt("q"), "3")
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: WeightedSum({"a": exact_match}, optional=["b"]), "WeightedSum.optional: 'b' is none of"),
         (lambda: WeightedSum({}), "WeightedSum.rewards: empty"),
         (lambda: WeightedSum({"a": exact_match}, {"b": 1.0}), "WeightedSum.weights: 'b' is none of"),
         (lambda: RegexMatch("("), "RegexMatch.pattern"),
