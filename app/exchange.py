@@ -85,9 +85,9 @@ class Ranks(Protocol):
         """Collective, once an optimizer step, after gradients were summed: this rank ran a tree of `tokens` and
         attention `pairs` in `seconds`."""
 
-    def grad_norm(self, optimizer: Optimizer, step: int) -> float | None:
+    def grad_norm(self, optimizer: Optimizer, step: int) -> float:
         """Global 2-norm of the gradients that `optimizer` is about to use in optimizer step `step`, before clipping;
-        None without any.
+        0 without any.
 
         Raises:
             ValueError: it is not finite, and nothing here leaves such a step out.
@@ -122,10 +122,10 @@ class OneProcess:
     def observe(self, tokens: int, pairs: int, seconds: float) -> None:
         """There is nothing to balance."""
 
-    def grad_norm(self, optimizer: Optimizer, step: int) -> float | None:
+    def grad_norm(self, optimizer: Optimizer, step: int) -> float:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
-            return None
+            return 0.0
         norm = torch.nn.utils.get_total_norm(grads)
         if not norm.isfinite():
             raise ValueError(

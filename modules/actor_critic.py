@@ -21,9 +21,10 @@ from app.batch import RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, body_of
 from modules.metrics import NamedMetrics, TokenSums
 from modules.models import ModelSource, build_model, inner_model
+from modules.models.source import FROZEN
 from modules.objectives.value_loss import value_loss
 from modules.policy import PolicyModule
-from modules.refusals import check_same_tokens, refuse_frozen, refuse_quantised
+from modules.refusals.settings import check_same_tokens, refuse_frozen, refuse_quantised
 from modules.step import TreeStep
 
 CriticSource = ModelSource | Literal["shared", "initial"]
@@ -50,7 +51,10 @@ class Critic(nn.Module):
         super().__init__()
         self.trunk: Any = None
         if source == "initial":
-            self.trunk = copy.deepcopy(body_of(inner_model(policy)))
+            body = body_of(inner_model(policy))
+            self.trunk = copy.deepcopy(body)
+            for own, copied in zip(body.parameters(), self.trunk.parameters(), strict=True):
+                copied.requires_grad_(own.requires_grad or hasattr(own, FROZEN))  # what is frozen is so in the policy
         elif isinstance(source, ModelSource):
             self.trunk = body_of(inner_model(build_model(source, key="critic")))
         elif source != "shared":

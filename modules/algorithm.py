@@ -208,9 +208,18 @@ class Algorithm:
 
     @property
     def likeliest(self) -> int:
-        """How many of the reference's likeliest tokens costs in the loss compare with; 0 where none does."""
-        counts = [c.options.get("k", LIKELIEST) for _, c in self.loss_costs if c.needs & set(SOFT_INPUTS)]
-        return max(counts, default=0)
+        """How many of the reference's likeliest tokens costs in the loss compare with; 0 where none does. Those without
+        an option `k` take what the others do.
+
+        Raises:
+            ValueError: two of them say otherwise; the reference is asked once.
+        """
+        soft = [choice for _, choice in self.loss_costs if choice.needs & set(SOFT_INPUTS)]
+        said = {c.name: c.options.get("k", LIKELIEST) for c in soft if "k" in inspect.signature(c.function).parameters}
+        if len(set(said.values())) > 1:
+            told = " and ".join(f"{count} of {name}" for name, count in said.items())
+            raise ValueError(f"regularisers: options: k: {told}, and the reference is asked once: set the same in each")
+        return next(iter(said.values()), LIKELIEST if soft else 0)
 
     # Before the optimizer steps, on the whole batch
 

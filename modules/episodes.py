@@ -50,7 +50,8 @@ def episodes(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def taking_part(batch: RolloutBatch, sequences: list[int], comparing: str) -> list[int]:
-    """Those of `sequences` whose episodes are not left out of training (`app.batch.LEFT_OUT`).
+    """Those of `sequences` whose episodes are not left out of training (`app.batch.LEFT_OUT`); none where no token of
+    theirs is trained, which is a step without sequences.
 
     Args:
         comparing: the objective, where it compares the episodes of a group; "" where it does not.
@@ -66,7 +67,7 @@ def taking_part(batch: RolloutBatch, sequences: list[int], comparing: str) -> li
             f" ({batch.metadata[i][LEFT_OUT]}), and objective={comparing} compares all episodes of a group; take a"
             " data.filter that leaves out whole groups (TooManyTruncated), or another objective"
         )
-    return found
+    return found if found and bool(batch.loss_mask[batch.flat_index(found)].any()) else []
 
 
 def call_rewards(batch: RolloutBatch) -> Tensor:

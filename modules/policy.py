@@ -30,7 +30,7 @@ from modules.metrics import NamedMetrics, TokenSums, episode_reward
 from modules.models import ModelSource, ReferencePolicy, Refresh, WithoutAdapters
 from modules.objectives import Aggregation
 from modules.ranks import TEACHERS_VIEW, likeliest_columns, split_minibatches
-from modules.refusals import (
+from modules.refusals.settings import (
     check_aggregation,
     check_groups,
     check_likeliest,
@@ -249,7 +249,7 @@ class PolicyModule(TreeModule):
             return
         batch_there, told, names = batch if other is None else other, taught(batch), ("logprobs", *self._likely)
         if not bool(told.any()):
-            found = {name: torch.zeros(batch_there.num_tokens) for name in names}
+            found = {name: torch.zeros(batch_there.num_tokens, dtype=torch.float32) for name in names}
         elif isinstance(self.reference_source, TeacherServer):
             found = self.reference_source.scores(batch_there, self.algorithm.likeliest)
         else:
@@ -267,7 +267,9 @@ class PolicyModule(TreeModule):
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
         step: no extra pass."""
         unrecorded = bool((batch.loss_mask & (batch.versions < 0)).any())
-        anchored = self._has_old and (self.algorithm.proximal == "recomputed" or unrecorded)
+        # Of tokens without a record the policy at the start of the batch is `behavior` as well.
+        compared = self._has_old or "behavior" in self.algorithm.needs
+        anchored = (unrecorded and compared) or (self._has_old and self.algorithm.proximal == "recomputed")
         in_reward = unrecorded and any("logprobs" in choice.needs for _, choice in self.algorithm.reward_costs)
         passes: dict[str, tuple[str, ...]] = {}
         if (anchored and self.steps_per_batch > 1) or in_reward:
@@ -338,9 +340,7 @@ class PolicyModule(TreeModule):
         ids, probabilities = both.chunk(2, -1)
         if own:
             step.columns["teacher_soft"] = torch.xlogy(probabilities, probabilities).sum(-1)
-            mass = probabilities.sum(-1)
-            untaught = step.columns[TAUGHT] == 0 if TAUGHT in step.columns else torch.zeros_like(mass, dtype=torch.bool)
-            step.columns["teacher_mass"] = mass.masked_fill(untaught, 1.0)  # nothing is left out there
+            step.columns["teacher_mass"] = probabilities.sum(-1)
         return SoftTargets(ids.long(), probabilities)
 
     def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
@@ -396,7 +396,7 @@ class PolicyModule(TreeModule):
             losses, stats = (losses + costs) * columns["weights"], {**stats, **more}
         stats["entropy"] = inputs.entropy.detach()
         if "teacher_mass" in columns:
-            stats["teacher_mass"] = columns["teacher_mass"]
+            self._sums.add({"teacher_mass": columns["teacher_mass"]}, _asked(inputs.mask, columns))
         stats["approx_kl"] = k3(inputs.old, now)
         self._sums.add(stats, inputs.mask)
         if "current" in columns:
@@ -448,6 +448,8 @@ class PolicyModule(TreeModule):
             means |= self._sums.means(int(mask.sum()))
             if "mismatch_kl" in means:
                 means["mismatch_kl"] = (means["mismatch_kl"][0], step.columns.get("current", torch.zeros(1)).sum())
+            if "teacher_mass" in means:
+                means["teacher_mass"] = (means["teacher_mass"][0], _asked(mask, step.columns).sum())
             ages = self.policy_version - versions[mask & (versions >= 0)]
             if len(ages):
                 means["staleness"] = (ages.sum(), len(ages))
@@ -490,3 +492,8 @@ class PolicyModule(TreeModule):
             self.ranks.lead(handle, work)
         for one in differences:
             self.eval_metrics.compared(*one)
+
+
+def _asked(mask: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """bool [T]: the trained tokens of which a teacher was asked."""
+    return mask & (columns[TAUGHT] > 0).to(mask.device) if TAUGHT in columns else mask

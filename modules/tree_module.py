@@ -60,16 +60,15 @@ from modules.metrics import NamedMetrics, log_alone, remembered
 from modules.models import ModelSource, build_model, image_processor_of
 from modules.objectives import Aggregation
 from modules.ranks import RankWork, Step, build_tree, settle_routes
-from modules.refusals import (
+from modules.refusals.going_on import check_schedules, check_states, tell_changes
+from modules.refusals.settings import (
     check_own_tokens,
-    check_states,
     refuse_frozen,
     refuse_narrow,
     refuse_optimizer,
     refuse_options,
     refuse_quantised,
     refuse_trainer,
-    tell_changes,
 )
 from modules.step import State, TreeStep, check_batch, check_plan, state_of, take_up, token_loss_weights, with_names
 
@@ -303,6 +302,7 @@ class TreeModule(EvaluatedModule):
     def on_train_start(self) -> None:
         self._stop_asked = False
         refuse_narrow(self.parameters(), self.trainer, self.ranks.exchange)
+        check_schedules(self.trainer)
         with self.trainer.precision_plugin.forward_context():  # autocast counts
             self.print(f"tree engine: {self.engine.chosen()}")
 

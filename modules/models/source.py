@@ -203,6 +203,10 @@ def _built(source: ModelSource, scores: bool) -> PreTrainedModel:
     return model.train()
 
 
+FROZEN = "frozen_by_name"
+"""Attribute of parameters that `ModelSource.freeze` keeps as they are."""
+
+
 def _freeze(model: PreTrainedModel, names: Sequence[str], others: bool) -> None:
     """Parameters of these names stay as they are. `others`: the model has another head than the one that was named.
 
@@ -218,6 +222,7 @@ def _freeze(model: PreTrainedModel, names: Sequence[str], others: bool) -> None:
             raise ValueError(f"model.freeze: '{pattern}' is the name of nothing that is trained; {meant}")
         for name in found:
             trained[name].requires_grad_(False)
+            setattr(trained[name], FROZEN, True)
     if not any(one.requires_grad for one in trained.values()):
         raise ValueError("model.freeze: nothing is left to train; leave out some of its names")
 

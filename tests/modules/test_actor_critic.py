@@ -227,3 +227,16 @@ def test_a_schedule_that_sets_all_rates_leaves_none_to_the_critic() -> None:
         made(schedules.OneCycleLR, total_steps=10, max_lr=1e-5)
     groups = made(schedules.LinearLR, total_iters=10)["optimizer"].param_groups
     assert [group["initial_lr"] for group in groups][1] == 1e-3
+
+
+def test_what_is_frozen_is_so_in_the_policy() -> None:
+    """`model.freeze` says nothing of a critic that begins as its copy; `critic.freeze` does of another one."""
+    frozen = ModelSource(config=CONFIG, freeze=["model.layers.0"])
+    module = ActorCriticModule(frozen, critic="initial", optimizer=sgd)
+    fit(module, batches())
+    assert module.critic is not None and module.policy is not None
+    still = [name for name, one in module.policy.named_parameters() if not one.requires_grad]
+    assert still and all(one.requires_grad for one in module.critic.parameters())
+    before = dict(naive_model().model.named_parameters())
+    moved = [name for name, one in module.critic.trunk.named_parameters() if not torch.equal(one, before[name])]
+    assert len(moved) == len(before)

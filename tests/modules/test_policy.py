@@ -18,6 +18,7 @@ from modules import ModelSource, PolicyModule, Regulariser
 from modules.ranks import split_minibatches
 from tests.helpers.tiny_policy import (
     Batches,
+    Metrics,
     fit,
     make_batch,
     naive_model,
@@ -178,6 +179,33 @@ def test_tokens_without_a_recorded_sampler_take_the_policy_at_the_start_of_the_b
     assert not {"mismatch_kl", "logprob_diff_max", "staleness", "staleness_max"} & steps[0].keys()
 
 
+def by_behavior(logprobs: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    return -(logprobs - behavior).exp() * advantages
+
+
+def by_both(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    return by_behavior(logprobs, behavior, advantages) + 0 * old
+
+
+def stays(logprobs: Tensor, behavior: Tensor) -> Tensor:
+    return 0.5 * (logprobs - behavior) ** 2
+
+
+@pytest.mark.parametrize("asks", ["objective", "regulariser"])
+def test_a_sampler_without_a_record_is_the_policy_at_the_start_of_the_batch(asks: str) -> None:
+    """For functions too that ask for the sampler alone."""
+    both: list[dict[str, Any]] = [{"objective": by_behavior}, {"objective": by_both}]
+    if asks == "regulariser":
+        both = [{"objective": name, "regularisers": [Regulariser(stays, 1.0)]} for name in ("reinforce", "ppo_clip")]
+    for options in both:
+        module = PolicyModule(source(), optimizer=sgd, epochs=3, **options)
+        steps = fit(module, [make_batch(recorded=False)])
+        options["trained"] = module.policy if asks == "objective" else [step["stays"] > 0 for step in steps]
+    if asks == "objective":
+        assert_same(both[0]["trained"], both[1]["trained"], atol=0)
+    assert asks == "objective" or [one["trained"] for one in both] == [[False, True, True]] * 2
+
+
 def test_generated_but_untrained_tokens_change_nothing() -> None:
     """Whatever the sampler says about tokens that are not trained, infinities included."""
     batch = make_batch()
@@ -220,8 +248,13 @@ def test_objectives_that_compare_episodes_take_all() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dta"])
-def test_a_step_without_sequences_moves_nothing(strategy: str) -> None:
-    """Three episodes in six minibatches: momentum and weight decay would go on without gradients."""
+@pytest.mark.parametrize("untrained", [False, True])
+def test_a_step_without_sequences_moves_nothing(strategy: str, untrained: bool) -> None:
+    """Three episodes in six minibatches: momentum and weight decay would go on without gradients. An episode without a
+    trained token is none."""
+    data = make_batch(groups=1)
+    if untrained:
+        data.loss_mask[data.cu_seqlens[0] : data.cu_seqlens[1]] = False
     moved: list[tuple[bool, bool]] = []
 
     class Watch(L.Callback):
@@ -236,8 +269,10 @@ def test_a_step_without_sequences_moves_nothing(strategy: str) -> None:
     torch.manual_seed(0)
     module = PolicyModule(source(), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), minibatches=6)
     options = {"strategy": DTAStrategy()} if strategy == "dta" else {}
-    trainer(Watch(), **options).fit(module, Batches([make_batch(groups=1)]))
-    assert moved == [(True, True)] * 3 + [(False, False)] * 3
+    metrics = Metrics()
+    trainer(Watch(), metrics, **options).fit(module, Batches([data]))
+    assert sorted(moved, reverse=True) == [(True, True)] * (3 - untrained) + [(False, False)] * (3 + untrained)
+    assert [step["grad_norm"] > 0 for step in metrics.steps] == [trained for trained, _ in moved]
 
 
 def test_more_minibatches_than_episodes() -> None:

@@ -9,8 +9,9 @@ plain torch optimizer saves, for runs that began under another strategy. Masters
 are bfloat16.
 
 Promises: on restore masters come from the checkpoint, not from rounded weights; an option that was configured
-otherwise than for the checkpoint keeps its new value, and one that only the checkpoint's schedule set has the
-configured one; a checkpoint that does not fit is refused before anything is changed, naming the parameter.
+otherwise than for the checkpoint keeps its new value, one that only the checkpoint's schedule set has the configured
+one, and one that only this run's schedule sets begins there; a checkpoint that does not fit is refused before anything
+is changed, naming the parameter.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ def load_sharded(sharded: ShardedOptimizer, description: Mapping[str, Any], read
                 wanted[_file_name(key, name)] = _whole_piece(state[key], tensor.shape)
             states[-1].append(state)
     read(wanted)
+    first = _first_values(sharded)
     _adopt(sharded, saved, states, masters)
-    ended = _end_schedules(sharded)
+    said = [ended | begun for ended, begun in zip(_end_schedules(sharded), _begin_schedules(sharded, first))]
     if "configured" in description:
-        _keep_changes(sharded, description["configured"], ended)
+        _keep_changes(sharded, description["configured"], said)
 
 
 @torch.no_grad()
@@ -161,8 +163,10 @@ def load_whole(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
             state[key] = bucket.cut(values) if whole else _common_scalar(bucket, key, values)
         state.pop(_MASTER, None)
         states.append([state])
+    first = _first_values(sharded)
     _adopt(sharded, saved, states, masters)
     _end_schedules(sharded)
+    _begin_schedules(sharded, first)
 
 
 def _adopt(
@@ -209,6 +213,29 @@ def _end_schedules(sharded: ShardedOptimizer) -> list[set[str]]:
                 f" is {now[key]} from here on"
             )
         found.append(ended)
+    return found
+
+
+def _first_values(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
+    """Of each parameter group what schedules of this run have set before their first step, and what they keep there."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in sharded.optimizer.param_groups]
+
+
+def _begin_schedules(sharded: ShardedOptimizer, first: list[dict[str, Any]]) -> list[set[str]]:
+    """Options that a schedule of this run sets and none of the checkpoint's did begin it, at their `first` values; this
+    is said. Returns which, of each parameter group."""
+    found = []
+    for number, (group, start) in enumerate(zip(sharded.optimizer.param_groups, first)):
+        begun = {key for key in sharded.scheduled[number] if f"initial_{key}" not in group}
+        for key in sorted(begun):
+            last, group[key] = group[key], start[key]
+            rank_zero_warn(
+                f"optimizer, parameter group {number}: {key} was {last} in the checkpoint, which has no schedule of it;"
+                f" this run's begins here, at {group[key]}"
+            )
+        if begun:
+            group.update({key: value for key, value in start.items() if key not in group})
+        found.append(begun)
     return found
 
 

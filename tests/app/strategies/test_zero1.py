@@ -382,12 +382,17 @@ class TestGoingOnWithOtherOptions:
     """What a user configures otherwise than before has an effect, or is said to have none."""
 
     def _go_on(
-        self, changed: Any, make_scheduler: Any = None, ends: bool = False, whole: bool = False
+        self,
+        changed: Any,
+        make_scheduler: Any = None,
+        ends: bool = False,
+        whole: bool = False,
+        begins: bool = False,
     ) -> list[dict[str, Any]]:
-        """`ends`: without the schedule. `whole`: from the state as torch saves it."""
+        """`ends`: without the schedule; `begins`: that was without. `whole`: from the state as torch saves it."""
         model = toy.Toy()
         optimizer = toy.adamw(model)
-        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        scheduler = make_scheduler(optimizer) if make_scheduler and not begins else None
         sharded = jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
         sharded.reduce()
         optimizer.step()
@@ -404,7 +409,7 @@ class TestGoingOnWithOtherOptions:
         for group in optimizer.param_groups:
             group.update(changed)
         if make_scheduler and not ends:
-            make_scheduler(optimizer)
+            self.scheduler = make_scheduler(optimizer)
         before, sharded = sharded, jobs.ShardedOptimizer(optimizer, model, jobs.communicator())
         if whole:
             jobs.load_whole(sharded, jobs.whole_state(before))
@@ -447,6 +452,32 @@ class TestGoingOnWithOtherOptions:
             f" {now} from here on"
             for number, (rate, now) in enumerate(zip(own, expected))
         ]
+
+    @pytest.mark.parametrize("whole", [False, True])
+    @pytest.mark.parametrize("kind", ["warm-up", "cycle"])
+    def test_a_schedule_that_begins_does_so_at_its_start(self, whole: bool, kind: str) -> None:
+        """As in a run of its own, step for step; and one line a group says so."""
+        made = {
+            "warm-up": partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.01, total_iters=3),
+            "cycle": partial(
+                torch.optim.lr_scheduler.OneCycleLR, max_lr=[0.2, 0.1], total_steps=5, cycle_momentum=False
+            ),
+        }[kind]
+        alone = toy.adamw(toy.Toy())
+        scheduler = made(alone)
+        with pytest.warns(UserWarning) as caught:
+            groups = self._go_on({}, made, whole=whole, begins=True)
+        assert [str(warning.message) for warning in caught if "optimizer" in str(warning.message)] == [
+            f"optimizer, parameter group {number}: lr was {rate} in the checkpoint, which has no schedule of it; this"
+            f" run's begins here, at {group['lr']}"
+            for number, (rate, group) in enumerate(zip((toy.LEARNING_RATE, toy.LEARNING_RATE / 2), alone.param_groups))
+        ]
+        for _ in range(4):
+            assert [group["lr"] for group in groups] == pytest.approx([group["lr"] for group in alone.param_groups])
+            for one in (alone, self.scheduler.optimizer):
+                one._opt_called = True
+            scheduler.step()
+            self.scheduler.step()
 
     def test_nothing_changed_is_not_mentioned(self) -> None:
         with warnings.catch_warnings():

@@ -14,6 +14,7 @@ from app.batch import RolloutBatch
 from app.tree import SoftTargets, TreeEngine
 from modules import ModelSource, PolicyModule, Refresh, Regulariser, TeacherServer
 from modules.advantages.teacher import TeacherLost, shown, views
+from modules.algorithm import Algorithm
 from modules.ranks import TEACHERS_VIEW, build_tree, likeliest_columns
 from tests.app.tree import models
 from tests.helpers.tiny_policy import (
@@ -240,6 +241,24 @@ def test_the_other_direction_follows_each_its_own_teacher_too(tmp_path: Path) ->
 def test_what_makes_no_sense_is_refused(regularisers: list[Regulariser], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PolicyModule(source(), optimizer=sgd, regularisers=regularisers)
+
+
+def follows(soft: torch.Tensor, teacher_soft: torch.Tensor) -> torch.Tensor:
+    return teacher_soft - soft
+
+
+def follows_some(soft: torch.Tensor, teacher_soft: torch.Tensor, k: int = 5) -> torch.Tensor:
+    return teacher_soft - soft
+
+
+def test_a_cost_without_a_count_takes_that_of_the_others() -> None:
+    ours, own = Regulariser("forward_kl", 1.0, options={"k": 3}), Regulariser(follows, 1e-9)
+    assert Algorithm(regularisers=[ours, own]).likeliest == Algorithm(regularisers=[own, ours]).likeliest == 3
+    assert Algorithm(regularisers=[own]).likeliest == 20 and Algorithm().likeliest == 0
+    with pytest.raises(ValueError, match=r"k: 3 of forward_kl and 5 of .*follows_some, and the reference is"):
+        PolicyModule(
+            source(), regularisers=[ours, Regulariser(follows_some, 1.0, options={"k": 5})], reference="initial"
+        )
 
 
 def test_more_tokens_than_the_vocabulary_has_are_refused_before_the_first_step() -> None:

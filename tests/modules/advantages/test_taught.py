@@ -97,7 +97,15 @@ def test_a_batch_in_which_nobody_is_taught_moves_nothing() -> None:
         logged = fit(trained, [batch])
         assert_same(trained.policy, parameters(naive_model()), atol=0.0)
         assert logged[0]["taught"] == 0.0 and logged[0].get("penalty/kl", 0.0) == 0.0
-        assert logged[0].get("teacher_mass", 1.0) == 1.0
+        assert "teacher_mass" not in logged[0], "of nobody"
+    fit(module("forward"), [batch], precision="64-true")
+
+
+def test_mass_is_of_those_who_are_taught() -> None:
+    """What has no teacher would make its tokens look as if enough of it were compared with."""
+    every, some = hinted(0), batch_of(0, silent=2)
+    mass = [fit(module("forward"), [batch])[0]["teacher_mass"] for batch in (every, some)]
+    assert max(mass) < 0.99 and mass[0] == pytest.approx(mass[1], abs=0.05)
 
 
 def test_the_task_counts_all_the_same() -> None:

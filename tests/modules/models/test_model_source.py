@@ -19,7 +19,7 @@ from datamodules.prompts.tokenizers import load_tokenizer
 from modules import ModelSource, build_model
 from modules.actor_critic import Critic
 from modules.models import ReferencePolicy, inner_model
-from modules.refusals import check_own_tokens
+from modules.refusals.settings import check_own_tokens
 from tests.app.test_hub import hub
 from tests.app.tree.engine import families
 from tests.helpers.tiny_policy import CONFIG, naive_model, parameters, source
@@ -123,7 +123,9 @@ def test_the_tokenizer_beside_weights_that_are_nowhere_is_not_asked_for_again_an
     """The data's tokenizer is compared with it before the model is built."""
     with hub(503, monkeypatch):
         pass
-    monkeypatch.setattr("modules.refusals.AutoTokenizer.from_pretrained", lambda *_: pytest.fail("asks five times"))
+    monkeypatch.setattr(
+        "modules.refusals.settings.AutoTokenizer.from_pretrained", lambda *_: pytest.fail("asks five times")
+    )
     check_own_tokens(load_tokenizer("char:01", []), ModelSource(path="nobody/none"))
 
 

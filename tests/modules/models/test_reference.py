@@ -18,7 +18,7 @@ from app.strategies import DTAStrategy
 from app.strategies.pieces import CheckpointMismatch
 from modules import ActorCriticModule, ModelSource, PolicyModule, Refresh, Regulariser
 from modules.models import ReferencePolicy, build_model
-from modules.refusals import check_own_tokens, check_same_tokens
+from modules.refusals.settings import check_own_tokens, check_same_tokens
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_policy import (
     CONFIG,

@@ -7,11 +7,9 @@ not finite.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,89 +132,6 @@ def refuse_narrow(parameters: Iterable[torch.nn.Parameter], trainer: Any, exchan
             " masters: set trainer.strategy to app.strategies.DTAStrategy (one process will do), or model.dtype to"
             " float32"
         )
-
-
-def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any], kind: type) -> None:
-    """Whether a run can go on with a checkpoint's steps, optimizer and schedule. `lr_scheduler`, as YAML, of the run
-    that made it and of this one: its state, which is loaded, holds the old options, and those that are others now are
-    told. `kind`: this run's module.
-
-    Raises:
-        ValueError: there is no optimizer's state; it is that of another kind of training; the schedule is of another
-            class, which the state says nothing to.
-    """
-    _check_kind(checkpoint.get("hyper_parameters", {}), kind)
-    if "optimizer_states" not in checkpoint:
-        raise ValueError(
-            "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with: name"
-            " another, or begin a run with what `arborist export` makes of it as model.path"
-        )
-    then, now = checkpoint.get("hyper_parameters", {}).get("lr_scheduler"), given.get("lr_scheduler")
-    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
-        return
-    another = "begin a new run from the checkpoint's model (arborist export) for another schedule"
-    old, new = then.get("class_path"), now.get("class_path")
-    if old != new:
-        raise ValueError(
-            f"model.lr_scheduler: {new} cannot go on with the state of {old}, which the checkpoint has: name that one,"
-            f" set model.lr_scheduler to null for the optimizer's own rate, or {another}"
-        )
-    before, after = then.get("init_args") or {}, now.get("init_args") or {}
-    changed = [key for key in before | after if before.get(key) != after.get(key)]
-    if changed:
-        told = ", ".join(f"{key} was {before.get(key)} and is {after.get(key)}" for key in changed)
-        rank_zero_warn(
-            f"model.lr_scheduler: {told}, which has no effect: the schedule goes on as in the checkpoint; {another}"
-        )
-
-
-def _check_kind(saved: Mapping[str, Any], kind: type) -> None:
-    """Of the module that wrote the checkpoint the command line keeps the class path, and what it names counts where it
-    is loaded: a checkpoint imports nothing. A class derived from the other goes on with its training."""
-    path = str(saved.get("_class_path") or "")
-    module, _, name = path.rpartition(".")
-    before = getattr(sys.modules.get(module), name, None)
-    if not isinstance(before, type) or issubclass(kind, before) or issubclass(before, kind):
-        return
-    raise ValueError(
-        f"ckpt_path: the checkpoint is of {path}, and this run trains {kind.__name__}, which would go on with its step,"
-        " optimizer and schedule: leave ckpt_path out and begin from its weights (model.path: the directory that"
-        f" SavePretrained or `arborist export` makes of them), or set model to {path}"
-    )
-
-
-# Options of which a step's numbers are the same, up to rounding; and those that are told as their states are loaded.
-_OF_NO_CONSEQUENCE = {"path", "reference_offload", "tree_training_mode", "chunk_tokens", "live_tokens", "attention"}
-_OF_NO_CONSEQUENCE |= {"states", "elementwise", "self_check", "optimizer", "lr_scheduler"}
-_OF_TRAINER = ("precision", "gradient_clip_val", "gradient_clip_algorithm")
-
-
-def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """What this run computes otherwise than the one that the checkpoint `saved` was made by: options of the model, and
-    of the trainer, which the command line has data remember. (The data's own are told with its stream.)
-
-    Args:
-        model, data: hyper-parameters of this run's.
-    """
-    trainers = [remembered.get("trainer") or {} for remembered in (saved.get("datamodule_hyper_parameters", {}), data)]
-    then, now = ({name: one[name] for name in _OF_TRAINER if name in one} for one in trainers)
-    told = [*_changes("model", saved.get("hyper_parameters", {}), model), *_changes("trainer", then, now)]
-    if told:
-        rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
-
-
-def _changes(key: str, then: Any, now: Any) -> Iterator[str]:
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for name in now:
-            if name in then and name not in _OF_NO_CONSEQUENCE and not str(name).startswith("_"):
-                yield from _changes(f"{key}.{name}", then[name], now[name])
-    elif _in_words(then) != _in_words(now):
-        yield f"{key} was {then} and is {now}"
-
-
-def _in_words(value: Any) -> str:
-    """Equal for a list and a tuple, and for objects, which modules made in Python may hold."""
-    return json.dumps(value, default=lambda _: "an object")
 
 
 def refuse_optimizer(make_optimizer: Callable[..., Any], make_lr_scheduler: Callable[..., Any] | None) -> None:
@@ -395,6 +310,8 @@ def check_reference(
             "reference has no effect: neither the objective nor a regulariser reads it; name regularisers: [{name: kl,"
             " coef: ...}], or remove reference"
         )
+    if isinstance(reference, ModelSource) and reference.freeze:
+        raise ValueError("reference.freeze has no effect: nothing of a reference is trained; remove it")
     advantage = algorithm.advantage
     still = reference == "initial" and refresh is None
     if still and advantage and advantage.name == "distill" and not advantage.options.get("task"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modules import PolicyModule
-from modules.refusals import refuse_optimizer
+from modules.refusals.settings import refuse_optimizer
 from tests.helpers.tiny_policy import fit, make_batch, source
 
 Named = Iterable[tuple[str, Tensor]]

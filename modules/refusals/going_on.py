@@ -1,0 +1,136 @@
+"""What a run is told that goes on with a checkpoint, and what is refused there: another kind of training, a schedule
+that ends before the run does.
+
+Promises: every error is a ValueError that names the key and the remedy; what was changed since the checkpoint and
+applies is told, and so is what has no effect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, OneCycleLR
+
+_ANOTHER = "begin a new run from the checkpoint's model (arborist export) for another"
+
+
+def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any], kind: type) -> None:
+    """Whether a run can go on with a checkpoint's steps, optimizer and schedule. `lr_scheduler`, as YAML, of the run
+    that made it and of this one: its state, which is loaded, holds the old options, and those that are others now are
+    told. `kind`: this run's module.
+
+    Raises:
+        ValueError: there is no optimizer's state; it is that of another kind of training; the schedule is of another
+            class, which the state says nothing to.
+    """
+    _check_kind(checkpoint.get("hyper_parameters", {}), kind)
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "ckpt_path: the checkpoint holds weights alone (save_weights_only), and no optimizer to go on with: name"
+            " another, or begin a run with what `arborist export` makes of it as model.path"
+        )
+    then, now = checkpoint.get("hyper_parameters", {}).get("lr_scheduler"), given.get("lr_scheduler")
+    if not isinstance(then, Mapping) or not isinstance(now, Mapping):
+        return
+    old, new = then.get("class_path"), now.get("class_path")
+    if old != new:
+        raise ValueError(
+            f"model.lr_scheduler: {new} cannot go on with the state of {old}, which the checkpoint has: name that one,"
+            f" set model.lr_scheduler to null for the optimizer's own rate, or {_ANOTHER} schedule"
+        )
+    before, after = then.get("init_args") or {}, now.get("init_args") or {}
+    differ = (key for key in before | after if before.get(key) != after.get(key))
+    changed = [f"{key} was {before.get(key)} and is {after.get(key)}" for key in differ]
+    if changed:
+        module, _, name = str(new).rpartition(".")
+        schedule = getattr(sys.modules.get(module), name, None)
+        # Functions are no part of a schedule's state, nor what they were made of.
+        by_functions = not isinstance(schedule, type) or issubclass(schedule, LambdaLR | MultiplicativeLR)
+        ignored = f", which has no effect: the schedule goes on as in the checkpoint; {_ANOTHER} schedule"
+        rank_zero_warn(f"model.lr_scheduler: {', '.join(changed)}{' from here on' if by_functions else ignored}")
+
+
+def check_schedules(trainer: Any) -> None:
+    """A schedule that is defined for so many steps (OneCycleLR) covers the run, as it is once a checkpoint is loaded.
+    Raises ValueError where it would end before."""
+    batches = trainer.max_epochs * trainer.num_training_batches if (trainer.max_epochs or -1) > 0 else math.inf
+    steps = trainer.max_steps if trainer.max_steps > 0 else batches
+    for schedule in (one.scheduler for one in trainer.lr_scheduler_configs):
+        if not isinstance(schedule, OneCycleLR):
+            continue
+        total, left = schedule.total_steps, schedule.total_steps - schedule.last_epoch
+        if steps - trainer.global_step > left:
+            raise ValueError(
+                f"model.lr_scheduler.init_args.total_steps: {total}, and the run is of {steps} steps, of which it has"
+                f" done {trainer.global_step}: a schedule goes on as in its checkpoint and has no more than its own;"
+                f" set trainer.max_steps to {trainer.global_step + left} at most, or begin a new run from the"
+                " checkpoint's model (arborist export) with a longer one"
+            )
+
+
+def _check_kind(saved: Mapping[str, Any], kind: type) -> None:
+    """Of the module that wrote the checkpoint the command line keeps the class path, and what it names counts where it
+    is loaded: a checkpoint imports nothing. A class derived from the other goes on with its training."""
+    path = str(saved.get("_class_path") or "")
+    module, _, name = path.rpartition(".")
+    before = getattr(sys.modules.get(module), name, None)
+    if not isinstance(before, type) or issubclass(kind, before) or issubclass(before, kind):
+        return
+    raise ValueError(
+        f"ckpt_path: the checkpoint is of {path}, and this run trains {kind.__name__}, which would go on with its step,"
+        " optimizer and schedule: leave ckpt_path out and begin from its weights (model.path: the directory that"
+        f" SavePretrained or `arborist export` makes of them), or set model to {path}"
+    )
+
+
+# Options of which a step's numbers are the same, up to rounding; and those that are told as their states are loaded.
+_OF_NO_CONSEQUENCE = {"path", "reference_offload", "tree_training_mode", "chunk_tokens", "live_tokens", "attention"}
+_OF_NO_CONSEQUENCE |= {"states", "elementwise", "self_check", "optimizer", "lr_scheduler"}
+_OF_TRAINER = ("precision", "gradient_clip_val", "gradient_clip_algorithm")
+
+
+def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """What this run computes otherwise than the one that the checkpoint `saved` was made by: options of the model, and
+    of the trainer, which the command line has data remember. (The data's own are told with its stream.)
+
+    Args:
+        model, data: hyper-parameters of this run's.
+    """
+    before, after = dict(saved.get("hyper_parameters", {})), dict(model)
+    if _is_copy(before.get("reference")) and _is_copy(after.get("reference")):
+        first, second = before.pop("reference"), after.pop("reference")
+        if _in_words(first) != _in_words(second):
+            rank_zero_warn(
+                f"ckpt_path: model.reference was {first} and is {second}, which has no effect: the reference's weights"
+                f" are in the checkpoint; {_ANOTHER}"
+            )
+    trainers = [remembered.get("trainer") or {} for remembered in (saved.get("datamodule_hyper_parameters", {}), data)]
+    then, now = ({name: one[name] for name in _OF_TRAINER if name in one} for one in trainers)
+    told = [*_changes("model", before, after), *_changes("trainer", then, now)]
+    if told:
+        rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
+
+
+def _changes(key: str, then: Any, now: Any) -> Iterator[str]:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for name in now:
+            if name in then and name not in _OF_NO_CONSEQUENCE and not str(name).startswith("_"):
+                yield from _changes(f"{key}.{name}", then[name], now[name])
+    elif _in_words(then) != _in_words(now):
+        yield f"{key} was {then} and is {now}"
+
+
+def _in_words(value: Any) -> str:
+    """Equal for a list and a tuple, and for objects, which modules made in Python may hold."""
+    return json.dumps(value, default=lambda _: "an object")
+
+
+def _is_copy(reference: Any) -> bool:
+    """Whether a checkpoint has the weights of such a reference: those of a teacher on a server it has not, nor has it
+    any of a policy without its adapters."""
+    return reference == "initial" or (isinstance(reference, Mapping) and "url" not in str(reference))

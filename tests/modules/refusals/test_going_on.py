@@ -1,0 +1,101 @@
+"""What is told, and refused, where a run goes on with a checkpoint and its settings were changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
+
+from modules import PolicyModule
+from modules.refusals.going_on import check_states, tell_changes
+from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
+
+
+class Halves(LambdaLR):
+    def __init__(self, optimizer: Optimizer, every: int = 1) -> None:
+        super().__init__(optimizer, lambda step: 0.5 ** (step // every))
+
+
+def cosine(optimizer: Optimizer, warmup: int) -> LambdaLR:
+    return Halves(optimizer, warmup)
+
+
+def told(call: Any, *given: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*given)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("path", "option", "applies"),
+    [
+        ("torch.optim.lr_scheduler.LinearLR", "total_iters", False),
+        ("torch.optim.lr_scheduler.LambdaLR", "lr_lambda", True),
+        (f"{__name__}.Halves", "every", True),
+        (f"{__name__}.cosine", "warmup", True),
+    ],
+)
+def test_what_a_changed_schedule_does_is_told(path: str, option: str, applies: bool) -> None:
+    """Only what its state holds goes on: not functions, and what they were made of."""
+    then, now = ({"lr_scheduler": {"class_path": path, "init_args": {option: value}}} for value in (3, 7))
+    (line,) = told(check_states, {"hyper_parameters": then, "optimizer_states": []}, now, PolicyModule)
+    assert line.startswith(f"model.lr_scheduler: {option} was 3 and is 7")
+    assert line.endswith("from here on") is applies and ("has no effect" in line) is not applies
+    assert told(check_states, {"hyper_parameters": now, "optimizer_states": []}, now, PolicyModule) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ("initial", {"path": "a"}, "model.reference was initial and is {'path': 'a'}, which has no effect"),
+        ({"path": "b"}, {"path": "a"}, "which has no effect: the reference's weights are in the checkpoint"),
+        ({"path": "a"}, "initial", "is initial, which has no effect"),
+        (
+            {"class_path": "modules.TeacherServer", "init_args": {"url": "one"}},
+            {"class_path": "modules.TeacherServer", "init_args": {"url": "two"}},
+            "goes on with other settings: model.reference.init_args.url was one and is two",
+        ),
+        ({"path": "a"}, {"path": "a"}, ""),
+    ],
+)
+def test_another_reference_is_told(then: Any, now: Any, said: str) -> None:
+    """One that the checkpoint has a copy of goes on; a server is asked instead of the old one."""
+    lines = told(tell_changes, {"hyper_parameters": {"reference": then}}, {"reference": now}, {})
+    assert len(lines) == bool(said) and all(said in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of a run of two steps, under a schedule of three."""
+    directory = tmp_path_factory.mktemp("cycle")
+    trained = run(directory, OneCycleLR, max_steps=2)
+    assert trained.global_step == 2
+    yield directory / "last.ckpt"
+
+
+def run(directory: Path, kind: Any, max_steps: int, **options: Any) -> L.Trainer:
+    made = {"max_lr": 0.1, "total_steps": 3, "cycle_momentum": False} if kind is OneCycleLR else {}
+    module = PolicyModule(source(), optimizer=sgd, lr_scheduler=lambda optimizer: kind(optimizer, **made))
+    saves = ModelCheckpoint(directory, save_last=True, save_top_k=0, every_n_train_steps=1)
+    given = {"max_steps": max_steps, "max_epochs": -1, "enable_checkpointing": True, "default_root_dir": directory}
+    fits = trainer(saves, **given)
+    fits.fit(module, Batches([make_batch(k) for k in range(6)]), weights_only=False, **options)
+    return fits
+
+
+def test_a_run_beyond_its_schedule_is_refused_before_a_step(checkpoint: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "on", OneCycleLR, 3, ckpt_path=str(checkpoint)).global_step == 3
+    beyond = "total_steps: 3, and the run is of 4 steps, of which it has done 2: .* set trainer.max_steps to 3 at most"
+    with pytest.raises(ValueError, match=beyond):
+        run(tmp_path / "beyond", OneCycleLR, 4, ckpt_path=str(checkpoint))
+    with pytest.raises(ValueError, match=r"done 0: .* set trainer.max_steps to 3 at most"):
+        run(tmp_path / "fresh", OneCycleLR, 4)
+    assert run(tmp_path / "other", LinearLR, 4).global_step == 4
