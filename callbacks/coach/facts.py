@@ -41,7 +41,7 @@ class Facts:
     Attributes:
         servers: servers that generate; 0 with an engine in the trainer's process.
         max_staleness, batch_size, group_size: of the datamodule; batch_size in groups.
-        filtered: a filter drops groups before training.
+        filtered: a filter drops groups before training. rests: and prompts of such groups come less often.
         corrected: the module weighs tokens by how the sampler differs, or has an objective that takes no correction.
         clip_high: of `ppo_clip` or `decoupled_ppo`, the upper bound of a token's ratio; other objectives mean something
             else by it, or have none.
@@ -56,6 +56,7 @@ class Facts:
     batch_size: int | None = None
     group_size: int | None = None
     filtered: bool = False
+    rests: bool = False
     corrected: bool = False
     clip_high: float | None = None
     clip_norm: float = 0.0
@@ -76,6 +77,7 @@ class Facts:
             batch_size=getattr(data, "batch_size", None) if rolls_out else None,
             group_size=getattr(data, "group_size", None),
             filtered=getattr(data, "filter", None) is not None,
+            rests=getattr(getattr(data, "limits", None), "rest", None) is not None,
             corrected=_corrected(algorithm),
             clip_high=_clip_high(algorithm),
             clip_norm=float(trainer.gradient_clip_val or 0.0),

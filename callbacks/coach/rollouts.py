@@ -53,6 +53,8 @@ def no_signal(history: History, facts: Facts) -> Advice | None:
         remedy = "hardly any prompt is solved, so take easier ones, warm-start the model, or raise data.group_size"
     if not facts.filtered:
         remedy += "; data.filter: datamodules.filters.NoSignal trains on the others alone"
+    elif not facts.rests:
+        remedy += "; data.limits.rest: 7 plays prompts that come again and again without a signal less often"
     evidence = {"rollouts/flat": flat, "rollouts/solved": solved, "rollouts/unsolved": unsolved}
     return Advice("no_signal", f"{flat:.0%} of the groups have one reward for all episodes", remedy, evidence)
 

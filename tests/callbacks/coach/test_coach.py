@@ -102,6 +102,8 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("no_signal", {"rollouts/flat": 0.95, "rollouts/solved": 0.9, "rollouts/unsolved": 0.05}, EMBEDDED, "harder"),
     ("no_signal", {"rollouts/flat": 0.97, "rollouts/solved": 0.0, "rollouts/unsolved": 0.97}, SERVERS, "easier"),
     ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8), "datamodules.filters.NoSignal"),
+    ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8, filtered=True), "data.limits.rest: 7"),
+    ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8, filtered=True, rests=True), "or end here"),
     ("entropy_collapses", {"entropy": 0.01}, replace(EMBEDDED, clip_high=0.2), "clip_high"),
     ("replies_cut", {"rollouts/truncated": "+60n"}, EMBEDDED, "max_new_tokens"),
     ("length_runs_away", {"rollouts/length": 130.0, "rollouts/reward": 0.3}, EMBEDDED, "overlong"),
