@@ -13,7 +13,7 @@ from callbacks.coach.history import History
 def rewards_fail(history: History, facts: Facts) -> Advice | None:
     """More than one group in twenty lost to failures. Each costs its whole generation, and those that fail are seldom
     like the others, so what is left is biased."""
-    failed, admitted = history.gained("rollouts/failed"), history.gained("rollouts/admitted")
+    failed, admitted = history.gained("rollouts/failed"), _admitted(history)
     if not _exceeds(failed, admitted, 0.05):
         return None
     return Advice(
@@ -26,7 +26,7 @@ def rewards_fail(history: History, facts: Facts) -> Advice | None:
 
 def prompts_too_long(history: History, facts: Facts) -> Advice | None:
     """More than one prompt in twenty left out since it leaves no room for a reply."""
-    skipped, admitted = history.gained("rollouts/skipped"), history.gained("rollouts/admitted")
+    skipped, admitted = history.gained("rollouts/skipped"), _admitted(history)
     if not _exceeds(skipped, admitted, 0.05):
         return None
     return Advice(
@@ -112,7 +112,7 @@ def length_runs_away(history: History, facts: Facts) -> Advice | None:
 
 def dropped_as_stale(history: History, facts: Facts) -> Advice | None:
     """One group in ten generated for nothing. They are the slow ones, so what is trained leans to short replies."""
-    dropped, admitted = history.gained("rollouts/dropped_stale"), history.gained("rollouts/admitted")
+    dropped, admitted = history.gained("rollouts/dropped_stale"), _admitted(history)
     if not _exceeds(dropped, admitted, 0.1) or facts.max_staleness is None:
         return None
     return Advice(
@@ -133,3 +133,8 @@ def _spread(values: list[float]) -> float:
     """Standard deviation: [n] -> scalar."""
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _admitted(history: History) -> float:
+    """Groups whose prompts were to be played: those at rest were not."""
+    return history.gained("rollouts/admitted") - history.gained("rollouts/rested")
