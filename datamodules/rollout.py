@@ -238,7 +238,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._producer is not None:
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
-        fingerprint.compare(state_dict, self._made_with, self.trainer)
+        fingerprint.compare(state_dict, self._made_with, fingerprint.ROLLOUTS, self.trainer)
         predicts = self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
         self._stream = to_play_again(state_dict) if predicts else dict(state_dict)
         self._handed_out_at = self._stream.get("version")

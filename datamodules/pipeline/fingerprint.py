@@ -30,6 +30,9 @@ from datamodules.prompts.base import PromptSource
 
 KEY = "made_with"
 """Key of the fingerprints in a datamodule's state."""
+ROLLOUTS = "Rollouts finished before are trained on, groups of another size played again"
+EXAMPLES = "As many examples as were dealt are passed over, and a batch under way stays as it is"
+"""What becomes of a stream, of groups that are played and of examples that are read."""
 _TOKENIZER = "tokenizer"
 _HELD_OUT = "validation, set "
 _RULES = ("model", "normalizer", "pre_tokenizer", "post_processor")  # padding and truncation change with every call
@@ -87,9 +90,9 @@ def of_values(*values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = None) -> None:
+def compare(saved: Mapping[str, Any], now: Mapping[str, str], stream: str, trainer: Any = None) -> None:
     """Compares the fingerprints in the state `saved` of a datamodule with those of this run, by key; of a
-    `trainer` that does not train the tokenizer's alone.
+    `trainer` that does not train the tokenizer's alone. `stream`: what becomes of it, to be told with a change.
 
     Raises:
         ValueError: another tokenizer.
@@ -117,8 +120,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = Non
     if others := told(held_out=False):
         rank_zero_warn(
             f"ckpt_path: the stream of training data goes on at its old position, with other settings: {others}."
-            " Rollouts finished before are trained on, groups of another size played again; begin a new run for a new"
-            " stream"
+            f" {stream}; begin a new run for a new stream"
         )
 
 

@@ -117,6 +117,7 @@ def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, 
         rollouts(tmp_path, **changed).load_state_dict(state)
     [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
     assert "\n" not in warning and "tokenizer" not in warning
+    assert "Rollouts finished before are trained on" in warning, "of examples another sentence is true"
 
 
 def test_other_held_out_prompts_are_told_with_what_they_spoil(tmp_path: Path) -> None:
