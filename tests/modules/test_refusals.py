@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from modules import PolicyModule
-from modules.refusals import refuse_optimizer
+from modules.refusals import refuse_optimizer, tell_changes
 from tests.helpers.tiny_policy import fit, make_batch, source
 
 Named = Iterable[tuple[str, Tensor]]
@@ -50,3 +51,34 @@ def test_what_chooses_none_of_the_trial_or_takes_matrices_alone_is_let_through(m
 def test_an_option_is_refused_of_one_by_name_too() -> None:
     with pytest.raises(ValueError, match=r"init_args\.lr: Invalid learning rate: -1.0; correct it"):
         refuse_optimizer(lambda given: TwoRates(given, lr=-1.0), None)
+
+
+def told(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is told of a module's hyper-parameters that were these and are those."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tell_changes({"hyper_parameters": then}, now, {})
+    (line,) = [str(one.message) for one in caught] or [": "]
+    return line.partition("other settings: ")[2].split("; ") if caught else []
+
+
+def test_an_option_that_is_new_or_gone_is_told_where_the_user_wrote_it() -> None:
+    def source(**adapter: Any) -> dict[str, Any]:
+        return {"model": {"path": "m", "adapter": adapter}}
+
+    assert told(source(r=4), source(r=4, lora_alpha=64)) == ["model.model.adapter.lora_alpha was not set and is 64"]
+    assert told(source(r=4, lora_alpha=64), source(r=8)) == [
+        "model.model.adapter.r was 4 and is 8",
+        "model.model.adapter.lora_alpha was 64 and is not set",
+    ]
+    nested = source(r=4, rank_pattern={}), source(r=4, rank_pattern={"q_proj": 8})
+    assert told(*nested) == ["model.model.adapter.rank_pattern.q_proj was not set and is 8"]
+    options = [{"objective_options": one} for one in ({"clip_low": 0.1}, {"clip_low": 0.1, "clip_high": 0.3})]
+    assert told(*options) == ["model.objective_options.clip_high was not set and is 0.3"]
+    assert told(source(r=4), source(r=4)) == []
+
+
+def test_an_argument_that_another_version_has_is_no_change() -> None:
+    then = {"model": {"path": "m", "adapter": None, "dropped": 1}, "removed": 1}
+    now = {"model": {"path": "m", "adapter": None, "freeze": []}, "aggregation": "token_mean"}
+    assert told(then, now) == told(now, then) == []
