@@ -46,18 +46,34 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         raise
 
 
+def last_line(path: Path) -> bytes:
+    """The last whole line of `path`, without its line feed; empty where there is none."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        end = _begin_of_line(file, file.seek(0, 2))
+        begin = _begin_of_line(file, max(0, end - 1))
+        file.seek(begin)
+        return file.read(max(0, end - 1 - begin))
+
+
 def _end_a_line(file: BinaryIO) -> None:
     """Leaves `file` at the end of its last whole line, and ends it there."""
-    end = size = file.seek(0, 2)
+    size = file.seek(0, 2)
+    end = _begin_of_line(file, size)
+    if end < size:
+        file.truncate(end)
+
+
+def _begin_of_line(file: BinaryIO, end: int) -> int:
+    """Behind the last line feed before `end`."""
     while end > 0:
         begin = max(0, end - _BLOCK)
         file.seek(begin)
         if (feed := file.read(end - begin).rfind(b"\n")) >= 0:
-            end = begin + feed + 1
-            break
+            return begin + feed + 1
         end = begin
-    if end < size:
-        file.truncate(end)
+    return 0
 
 
 def comes_in_parts(policy: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.batch import RolloutBatch
 from app.text import well_formed
-from callbacks.base import append_lines, run_dir
+from callbacks.base import append_lines, last_line, run_dir
 from modules.episodes import call_rewards, earned
 from modules.metrics import forget
 
@@ -27,10 +27,12 @@ class RewardLogger(Callback):
     """Logs `samples` sequences of every `every_n_batches`-th rollout batch (of `fit` and of `predict`), and of every
     set of held-out prompts (`validate` and `test`).
 
-    The samples are spread evenly over the batch's rewards, from the lowest to the highest: `step` (optimizer steps
-    done), `version` (of the newest trained token; -1 without one), `set` ("train", "predict" or the prompt set's name),
-    `prompt_id`, `turn`, `reward`, `finish_reason`, `tokens` (length of the sequence), `prompt` and `completion` (text
-    before and from the first trained token; token ids when the datamodule has no tokenizer) and `metadata`.
+    The samples are spread evenly over the batch's rewards, from the lowest to the highest: `launch` (in the file alone:
+    0, then one more whenever a run goes on in its directory; of a step that was made again, because a launch was killed
+    behind its last checkpoint, the largest counts), `step` (optimizer steps done), `version` (of the newest trained
+    token; -1 without one), `set` ("train", "predict" or the prompt set's name), `prompt_id`, `turn`, `reward`,
+    `finish_reason`, `tokens` (length of the sequence), `prompt` and `completion` (text before and from the first
+    trained token; token ids when the datamodule has no tokenizer) and `metadata`.
 
     Every training batch also logs, as means over its episodes, what their rewards are made of (`reward/<part>`), and
     which share was scored because their reward failed (`reward/failed`) or took them for wrong because it could not
@@ -50,10 +52,13 @@ class RewardLogger(Callback):
         self._batches = 0
         self._parts: set[str] = set()  # logged with the last step
         self._path: Path | None = None
+        self._launch: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._path = run_dir(trainer) / "samples.jsonl"
         self._batches = 0
+        if self._launch is None and trainer.is_global_zero:
+            self._launch = _next_launch(self._path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -105,7 +110,8 @@ class RewardLogger(Callback):
         rows = [_describe(batch, i, float(by_sequence[i]), tokenizer) for i in _spread(by_sequence, self.samples)]
         rows = [{"step": trainer.global_step, "set": name, **row} for row in rows]
         assert self._path is not None
-        append_lines(self._path, (json.dumps(row, ensure_ascii=False, default=str) for row in rows))
+        told = ({"launch": self._launch, **row} for row in rows)
+        append_lines(self._path, (json.dumps(row, ensure_ascii=False, default=str) for row in told))
         _to_loggers(trainer, f"samples/{name}", rows)
 
 
@@ -123,6 +129,16 @@ def reward_parts(batch: RolloutBatch) -> dict[str, float]:
         if count := sum(f"reward_{name}" in metadata for metadata in of_episode.values()):
             found[f"reward/{name}"] = count / len(of_episode)
     return found
+
+
+def _next_launch(path: Path) -> int:
+    """One more than that of the last sample in a file; those of an older version, which say none, are of the first."""
+    if not (line := last_line(path)):
+        return 0
+    try:
+        return int(json.loads(line).get("launch", 0)) + 1
+    except (ValueError, TypeError, AttributeError):  # a line that somebody else wrote
+        return 1
 
 
 def _spread(rewards: Tensor, count: int) -> list[int]:

@@ -1,7 +1,8 @@
 """RecordedDataModule: recorded agent conversations as training batches, with their groups and real rewards.
 
 Promises: a batch holds whole groups (every recorded trial of a task, or the first `trials`); order depends on `seed`
-alone and continues over epochs and resumes; broken data is refused at start-up by file and line or trajectory.
+alone and continues over epochs and resumes, there behind the last task that was dealt, also with another
+`tasks_per_batch`; every pass has each task once; broken data is refused at start-up by file and line or trajectory.
 
 Recordings hold no log-probabilities of the policy that sampled them. Their trained tokens therefore carry version -1
 ("no recorded sampler") and `behavior_logprobs` 0.0, and whoever trains on them takes its own log-probabilities at
@@ -137,7 +138,7 @@ class RecordedDataModule(L.LightningDataModule):
         self._batches_per_epoch = batches_per_epoch
         self._think_ids: tuple[int, ...] = QWEN3_THINK_IDS
         self._groups: list[list[Conversation | Session]] = []
-        self._position = Position()
+        self._position = Position(self._end)
         chosen = {"workload": workload, "tasks_per_batch": tasks_per_batch, "trials": trials, "tasks": tasks}
         dealt = {
             "min_reward": min_reward,
@@ -187,11 +188,24 @@ class RecordedDataModule(L.LightningDataModule):
 
     def batch(self, position: int) -> RolloutBatch:
         """Batch number `position` (from 0) of the endless stream: a function of the data, the options and `seed`."""
-        turn, slot = divmod(position, self.batches_per_pass)
+        first = self._begin(position, self.tasks_per_batch)
+        return self._of(range(first, self._end(first)))
+
+    def _begin(self, batch: int, size: int) -> int:
+        """How many tasks are dealt before a batch, from 0, where `size` are in each but the last of a pass."""
+        turn, slot = divmod(batch, -(-self.num_tasks // size))
+        return turn * self.num_tasks + slot * size
+
+    def _end(self, first: int) -> int:
+        """And behind the batch that begins there: none goes on with the next pass."""
+        return first + min(self.tasks_per_batch, self.num_tasks - first % self.num_tasks)
+
+    def _of(self, dealt: range) -> RolloutBatch:
         order = np.arange(self.num_tasks)
+        turn, first = divmod(dealt.start, self.num_tasks)
         if self.shuffle:
             order = np.random.default_rng([self.seed, turn]).permutation(self.num_tasks)
-        chosen = order[slot * self.tasks_per_batch : (slot + 1) * self.tasks_per_batch].tolist()
+        chosen = order[first : first + len(dealt)].tolist()
         return RolloutBatch.from_trajectories(t for group in chosen for t in self._trajectories(group))
 
     def train_dataloader(self) -> StepLoader:
@@ -208,8 +222,8 @@ class RecordedDataModule(L.LightningDataModule):
 
     def hand_out(self, version: int) -> RolloutBatch | None:
         """See `BatchStream`."""
-        number = self._position.hand_out(version)
-        return self.batch(number) if self.trainer.is_global_zero else None
+        dealt = self._position.hand_out(version)
+        return self._of(dealt) if self.trainer.is_global_zero else None
 
     def state_dict(self) -> dict[str, Any]:
         position = self._position.state_dict(self.trainer.lightning_module.policy_version)
@@ -217,8 +231,9 @@ class RecordedDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Warns of another stream's settings (`pipeline/fingerprint.py`)."""
-        fingerprint.compare(state, self._made_with)
-        self._position.load_state_dict(state)
+        fingerprint.compare(state, self._made_with, fingerprint.EXAMPLES)
+        size = int(state.get(fingerprint.KEY, {}).get("tasks_per_batch", self.tasks_per_batch))
+        self._position.load_state_dict(state, lambda number: self._begin(number, size))
 
     def _preferences(self, groups: list[list[Conversation | Session]]) -> list[list[Conversation | Session]]:
         pairs = [pair for pair in map(best_and_worst, groups) if pair]

@@ -164,14 +164,13 @@ class RolloutDataModule(L.LightningDataModule):
         self._pool = None if reward is None else reward_pool(reward, reward_options)
         self.filter = filter
         self._seed = seed or 0
+        numbers: dict[str, float] = {"group_size": group_size, "batch_size": batch_size}
+        numbers |= {"max_staleness": max_staleness, "seed": self._seed, "over_sampling": over_sampling}
         self._made_with = {
             **fingerprint.of_object("workflow", workflow),
             **fingerprint.of_object("reward", reward),
             **fingerprint.of_object("filter", filter),
-            "group_size": str(group_size),
-            "batch_size": str(batch_size),
-            "max_staleness": str(max_staleness),
-            "seed": str(self._seed),
+            **fingerprint.of_play(numbers, limits, None if reward is None else reward_options, validation),
         }
         self._producer: Producer | None = None
         self._watchdog: Watchdog | None = None
@@ -238,7 +237,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._producer is not None:
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
-        fingerprint.compare(state_dict, self._made_with, self.trainer)
+        fingerprint.compare(state_dict, self._made_with, fingerprint.ROLLOUTS, self.trainer)
         predicts = self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
         self._stream = to_play_again(state_dict) if predicts else dict(state_dict)
         self._handed_out_at = self._stream.get("version")

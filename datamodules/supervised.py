@@ -3,9 +3,10 @@
 
 Promises: batch k holds prompts `k * batch_size` to `(k + 1) * batch_size - 1` of the source, whatever the ranks; the
 solution and the one token that ends it are trained, the prompt is not; what cannot be trained is refused before the
-first step, as far as a source shows what it has; the stream goes on over epochs and resumes. A pair
-is a group of two episodes, first the chosen one with reward 1.0, then the rejected one with 0.0; batches hold whole
-pairs, and the tree computes the prompt of a pair, and whatever its answers have in common at their beginning, once.
+first step, as far as a source shows what it has; the stream goes on over epochs and resumes, there behind the last
+prompt that was dealt, also with another `batch_size`. A pair is a group of two episodes, first the chosen one with
+reward 1.0, then the rejected one with 0.0; batches hold whole pairs, and the tree computes the prompt of a pair, and
+whatever its answers have in common at their beginning, once.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class SupervisedDataModule(L.LightningDataModule):
         if self.validation is not None and self.validation.size is None:
             raise ValueError("validation: a source without end; set its size")
         self.template_options = template_options
-        self._position = Position()
+        self._position = Position(self._end)
         self._made_with = {"batch_size": str(batch_size), "template_options": str(template_options)}
 
     def setup(self, stage: str) -> None:
@@ -114,8 +115,12 @@ class SupervisedDataModule(L.LightningDataModule):
 
     def batch(self, position: int) -> RolloutBatch:
         """Batch number `position`, from 0, of the endless stream."""
-        first = position * self.batch_size
-        positions = range(first, first + self.batch_size)
+        return self._of(range(position * self.batch_size, (position + 1) * self.batch_size))
+
+    def _end(self, first: int) -> int:
+        return first + self.batch_size
+
+    def _of(self, positions: range) -> RolloutBatch:
         return RolloutBatch.from_trajectories(chain.from_iterable(map(self.trajectories, positions)))
 
     @cached_property
@@ -178,9 +183,9 @@ class SupervisedDataModule(L.LightningDataModule):
 
     def hand_out(self, version: int) -> RolloutBatch | None:
         """See `BatchStream`."""
-        number = self._position.hand_out(version)
+        positions = self._position.hand_out(version)
         assert self.trainer is not None
-        return self.batch(number) if self.trainer.is_global_zero else None
+        return self._of(positions) if self.trainer.is_global_zero else None
 
     def state_dict(self) -> dict[str, Any]:
         assert self.trainer is not None
@@ -189,8 +194,9 @@ class SupervisedDataModule(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Warns of another stream's settings. Raises ValueError where it was made with another tokenizer."""
-        fingerprint.compare(state_dict, self._made_with, self.trainer)
-        self._position.load_state_dict(state_dict)
+        fingerprint.compare(state_dict, self._made_with, fingerprint.EXAMPLES, self.trainer)
+        size = int(state_dict.get(fingerprint.KEY, {}).get("batch_size", self.batch_size))
+        self._position.load_state_dict(state_dict, lambda number: number * size)
 
     def trajectories(self, index: int) -> list[Trajectory]:
         """The training sequences of the prompt at stream position `index`."""

@@ -1,7 +1,7 @@
 """What a stream of training data is made of, in a few words of its state, compared by a run that goes on.
 
 Promises: another tokenizer is refused, since a checkpoint's policy and finished rollouts know the old one's ids; other
-differences are told in one warning that names the keys, those of held-out prompts in another. What cannot be told from
+differences are told in one warning that names the keys, those of validation in another. What cannot be told from
 a few words (the hundredth prompt, the middle of a file, the inside of a function) is not noticed. What states of older
 versions do not say is not compared.
 """
@@ -24,14 +24,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.pipeline.validation import ValSet
+from datamodules.pipeline.limits import Limits
+from datamodules.pipeline.validation import Validation, ValSet
 from datamodules.processes.limits import looks_secret
 from datamodules.prompts.base import PromptSource
+from datamodules.rewards.options import RewardOptions
 
 KEY = "made_with"
 """Key of the fingerprints in a datamodule's state."""
+ROLLOUTS = "Rollouts finished before are trained on, groups of another size played again"
+EXAMPLES = "As many examples as were dealt are passed over, and a batch under way stays as it is"
+"""What becomes of a stream, of groups that are played and of examples that are read."""
 _TOKENIZER = "tokenizer"
-_HELD_OUT = "validation, set "
+_VALIDATION = "validation"  # with which its keys begin
+_OF_PLAY = ("episode_deadline_s", "rest", "long_prompts")  # limits that decide what is trained
 _RULES = ("model", "normalizer", "pre_tokenizer", "post_processor")  # padding and truncation change with every call
 _PROMPTS = 16  # that are looked at
 _FILE_BYTES = 1 << 20  # at the beginning of a file
@@ -62,7 +68,23 @@ def of_prompts(source: PromptSource) -> str:
 
 def of_held_out(sets: Iterable[ValSet]) -> dict[str, str]:
     """As `of_prompts`, by set."""
-    return {f"{_HELD_OUT}{one.name}": of_prompts(one.source) for one in sets}
+    return {f"{_VALIDATION}, set {one.name}": of_prompts(one.source) for one in sets}
+
+
+def of_play(
+    numbers: Mapping[str, float], limits: Limits, rewards: RewardOptions | None, validation: Validation
+) -> dict[str, str]:
+    """What decides which episodes are trained, `numbers` among it, and what those of validation say, by option of
+    `RolloutDataModule`. `rewards`: None without a reward."""
+    made = {name: str(value) for name, value in numbers.items()}
+    made |= {f"limits.{name}": str(getattr(limits, name)) for name in _OF_PLAY}
+    if rewards is not None:
+        made |= {f"reward_options.{name}": str(getattr(rewards, name)) for name in ("deadline_s", "on_failure")}
+    made[f"{_VALIDATION}.solved_at"] = str(validation.solved_at)  # of training's metrics, too
+    if validation.prompts is not None:
+        made |= {f"{_VALIDATION}.{name}": str(getattr(validation, name)) for name in ("samples", "temperature")}
+        made |= of_object(f"{_VALIDATION}.answer", validation.answer)
+    return made
 
 
 def of_file(path: Path) -> str:
@@ -87,9 +109,9 @@ def of_values(*values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = None) -> None:
+def compare(saved: Mapping[str, Any], now: Mapping[str, str], stream: str, trainer: Any = None) -> None:
     """Compares the fingerprints in the state `saved` of a datamodule with those of this run, by key; of a
-    `trainer` that does not train the tokenizer's alone.
+    `trainer` that does not train the tokenizer's alone. `stream`: what becomes of it, to be told with a change.
 
     Raises:
         ValueError: another tokenizer.
@@ -106,19 +128,18 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, str], trainer: Any = Non
         return
 
     def told(held_out: bool) -> str:
-        keys = [key for key in changed if key.startswith(_HELD_OUT) == held_out]
+        keys = [key for key in changed if key.startswith(_VALIDATION) == held_out]
         return "; ".join(f"data.{key} was {before[key]} and is {now[key]}" for key in keys)
 
     if others := told(held_out=True):
         rank_zero_warn(
-            f"ckpt_path: the run goes on with other held-out prompts: {others}. val/* before and after this step, and"
-            " checkpoints that are ranked by them, cannot be compared; give the old prompts, or begin a new run"
+            f"ckpt_path: the run goes on with another validation: {others}. val/* before and after this step, and"
+            " checkpoints that are ranked by them, cannot be compared; give the old options, or begin a new run"
         )
     if others := told(held_out=False):
         rank_zero_warn(
             f"ckpt_path: the stream of training data goes on at its old position, with other settings: {others}."
-            " Rollouts finished before are trained on, groups of another size played again; begin a new run for a new"
-            " stream"
+            f" {stream}; begin a new run for a new stream"
         )
 
 

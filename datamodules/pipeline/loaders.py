@@ -15,7 +15,7 @@ sequences, and the policy's version when it was handed out; while the policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from app import interruption
@@ -134,30 +134,44 @@ def _unless_it_fails(get: Callable[..., _T], *args: Any) -> _T | None:
 
 
 class Position:
-    """Where a stream of numbered batches is.
+    """Where a stream of numbered examples is, which are handed out in batches.
 
-    A state holds the number of the next batch, or of the batch under way and then also the version it is of.
+    A state holds how many examples come before the next batch, or before the one under way, of which it also holds how
+    many it has and the version it is of. So batches may have another size where a run goes on: that one stays as it is,
+    and the next begins behind it.
+
+    Args:
+        end: of the batch that begins with an example: the number of the first example behind it.
     """
 
-    def __init__(self) -> None:
-        self._number = 0
-        self._version: int | None = None  # of the policy that batch `_number` was handed out to
+    def __init__(self, end: Callable[[int], int]) -> None:
+        self._end = end
+        self._batch = range(0)  # its examples' numbers, from 0, of the one handed out last
+        self._version: int | None = None  # of the policy that it was handed out to
 
     def is_under_way(self, version: int) -> bool:
         """See `BatchStream`."""
         return version == self._version
 
-    def hand_out(self, version: int) -> int:
-        """The number, from 0, of the batch under way, else of the next one."""
-        self._number, self._version = self._next(version), version
-        return self._number
+    def hand_out(self, version: int) -> range:
+        """The examples of the batch under way, else of the next one."""
+        if not self.is_under_way(version):
+            first = self._batch.stop
+            self._batch, self._version = range(first, self._end(first)), version
+        return self._batch
 
     def state_dict(self, version: int) -> dict[str, int]:
-        state = {"position": self._next(version)}
-        return {**state, "version": version} if self.is_under_way(version) else state
+        if self.is_under_way(version):
+            return {"dealt": self._batch.start, "under_way": len(self._batch), "version": version}
+        return {"dealt": self._batch.stop}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._number, self._version = state["position"], state.get("version")
-
-    def _next(self, version: int) -> int:
-        return self._number + (self._version is not None and not self.is_under_way(version))
+    def load_state_dict(self, state: Mapping[str, Any], begin: Callable[[int], int]) -> None:
+        """`begin`: the first example of a batch of the run that made the state, by its number. States of older versions
+        have the number of the batch under way, or of the next one."""
+        under_way = "version" in state
+        if "dealt" in state:
+            first, last = state["dealt"], state["dealt"] + state.get("under_way", 0)
+        else:
+            number = state["position"]
+            first, last = begin(number), begin(number + under_way)
+        self._batch, self._version = range(first, last), state.get("version")

@@ -116,11 +116,15 @@ def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mappi
         rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
 
 
-def _changes(key: str, then: Any, now: Any) -> Iterator[str]:
+def _changes(key: str, then: Any, now: Any, free: bool = False) -> Iterator[str]:
+    """`free`: a dictionary of what the user wrote, in which an option that is left out has its default. Of arguments
+    the program knows each, and one that only this or that version has was changed by nobody."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for name in now:
-            if name in then and name not in _OF_NO_CONSEQUENCE and not str(name).startswith("_"):
-                yield from _changes(f"{key}.{name}", then[name], now[name])
+        for name in {**then, **now}:
+            shared = name in then and name in now and name not in _OF_NO_CONSEQUENCE and not str(name).startswith("_")
+            if free or shared:
+                inside = free or name in ("adapter", "config") or str(name).endswith("options")
+                yield from _changes(f"{key}.{name}", then.get(name, "not set"), now.get(name, "not set"), inside)
     elif _in_words(then) != _in_words(now):
         yield f"{key} was {then} and is {now}"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from app.batch import CALL_REWARD
@@ -80,3 +82,26 @@ def test_samples_are_told_with_what_their_episodes_earned(tmp_path: Path) -> Non
     rows = [json.loads(line) for line in next(tmp_path.rglob("samples.jsonl")).read_text().splitlines()]
     rewards, _, _ = earned(batch, call_rewards(batch))
     assert [row["reward"] for row in rows] == [float(rewards.min()), float(rewards.max())] and rewards.max() > 0
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "behind lines of an older version"])
+def test_samples_of_steps_that_were_made_again_say_which_launch_they_are_of(older: bool, tmp_path: Path) -> None:
+    def launch(steps: int, **resume: Any) -> list[tuple[int, int]]:
+        run = trainer(RewardLogger(every_n_batches=1, samples=1), every, **options, max_steps=steps)
+        run.fit(PolicyModule(source(), optimizer=sgd), Batches([make_batch(0), make_batch(1)]), **resume)
+        run.test(run.lightning_module, Batches([], held_out=[make_batch(2)]), verbose=False)  # of the same launch
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return [(row.get("launch"), row["step"]) for row in rows if row["set"] == "train"]
+
+    file = tmp_path / "samples.jsonl"
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"default_root_dir": tmp_path, "max_epochs": -1, "enable_checkpointing": True}
+    assert launch(2) == [(0, 1), (0, 2)]
+    first: int | None = 0
+    if older:
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps({k: v for k, v in one.items() if k != "launch"}) + "\n" for one in lines))
+        first = None
+    again = {"ckpt_path": tmp_path / "step=1.ckpt", "weights_only": True}
+    assert launch(3, **again) == [(first, 1), (first, 2), (1, 2), (1, 3)]
+    assert launch(2, **again)[-1] == (2, 2)

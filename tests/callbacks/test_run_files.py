@@ -28,7 +28,7 @@ from callbacks import (
     WeightSync,
     figures,
 )
-from callbacks.base import append_lines
+from callbacks.base import append_lines, last_line
 from callbacks.pictures import read_metrics
 from modules import ModelSource
 from tests.helpers.recorded_samples import byte_tokenizer
@@ -266,6 +266,23 @@ def test_what_a_kill_left_of_a_line_does_not_spoil_the_next(tmp_path: Path, befo
     file.write_text(before + HALF * 4_000)
     append_lines(file, ['{"step": 2}', '{"step": 3, "text": "\ud83d"}'])
     assert file.read_text() == before + '{"step": 2}\n{"step": 3, "text": "\\ud83d"}\n'
+
+
+@pytest.mark.parametrize(
+    ("written", "last"),
+    [
+        ("", ""),
+        ("half", ""),
+        ("\n", ""),
+        ("a\n", "a"),
+        ("a\nb\nhalf", "b"),
+        (f"a\n{'b' * 200_000}\n{HALF}", "b" * 200_000),
+    ],
+)
+def test_the_last_line_is_the_last_whole_one(tmp_path: Path, written: str, last: str) -> None:
+    assert last_line(tmp_path / "rows.jsonl") == b""
+    (tmp_path / "rows.jsonl").write_text(written)
+    assert last_line(tmp_path / "rows.jsonl").decode() == last
 
 
 def test_files_of_lines_are_readable_after_a_kill(tmp_path: Path) -> None:

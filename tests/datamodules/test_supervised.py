@@ -33,7 +33,7 @@ def test_supervised_batches_train_the_answer_and_the_end(tmp_path: Path) -> None
             mask = batch.split(batch.loss_mask)[i]
             assert data.tokenizer.decode(tokens[~mask]) == prompt.text
             assert data.tokenizer.decode(tokens[mask]) == f"{prompt.answer}<eos>"
-    assert data.state_dict()["position"] == 4
+    assert data.state_dict()["dealt"] == 32
     again = SupervisedDataModule(ArithmeticPrompts(digits=2), CHAR, batch_size=8)
     again.setup("fit")
     assert flat(again.batch(3)) == flat(batches[3])

@@ -115,7 +115,7 @@ class Batches(L.LightningDataModule):
         super().__init__()
         self.batches, self.held_out = batches, held_out or []
         self.batches_per_epoch = len(batches)
-        self.position = Position()
+        self.position = Position(lambda first: first + 1)
 
     def train_dataloader(self) -> StepLoader:
         return StepLoader(self)
@@ -124,13 +124,13 @@ class Batches(L.LightningDataModule):
         return self.position.is_under_way(version)
 
     def hand_out(self, version: int) -> RolloutBatch | None:
-        return self._mine(self.batches[self.position.hand_out(version) % len(self.batches)])
+        return self._mine(self.batches[self.position.hand_out(version).start % len(self.batches)])
 
     def state_dict(self) -> dict[str, int]:
         return self.position.state_dict(self.trainer.lightning_module.policy_version)
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.position.load_state_dict(state_dict)
+        self.position.load_state_dict(state_dict, int)
 
     def val_dataloader(self) -> Any:
         # A loader of a plain list would be taken for several loaders.

@@ -17,15 +17,18 @@ from transformers import AutoTokenizer
 
 from app.batch import Trajectory
 from app.strategies.checkpoint.checkpoints import pack
+from datamodules.answers import math_answer
 from datamodules.files.recording import RolloutRecorder
 from datamodules.filters import NoSignal
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
+from datamodules.pipeline.limits import Limits
 from datamodules.pipeline.validation import Validation
 from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer, texts_of
 from datamodules.rewards import exact_match
 from datamodules.rewards.judges import JudgeModel, RubricJudge
+from datamodules.rewards.options import RewardOptions
 from datamodules.rollout import RolloutDataModule
 from datamodules.supervised import PairsDataModule, SupervisedDataModule
 from datamodules.workflows import RLVRWorkflow, VisionRLVRWorkflow
@@ -108,6 +111,9 @@ def test_the_same_settings_are_not_mentioned(tmp_path: Path) -> None:
             r"data\.workflow's import path was .*\.RLVRWorkflow and is .*\.VisionRLVRW",
         ),
         ({"reward": exact_match}, r"data\.reward's import path was None and is .*\.functions\.exact_match\."),
+        ({"over_sampling": 1.5}, r"data\.over_sampling was 1\.0 and is 1\.5\."),
+        ({"limits": Limits(episode_deadline_s=9.0)}, r"data\.limits\.episode_deadline_s was 300\.0 and is 9\.0\."),
+        ({"limits": Limits(long_prompts="skip")}, r"data\.limits\.long_prompts was error and is skip\."),
         ({"filter": NoSignal(0.1)}, r"data\.filter's import path was None and is datamodules\.filters\.NoSignal\."),
     ],
 )
@@ -117,6 +123,7 @@ def test_other_settings_are_told_in_one_line(tmp_path: Path, changed: dict[str, 
         rollouts(tmp_path, **changed).load_state_dict(state)
     [warning] = [str(one.message) for one in caught if "ckpt_path" in str(one.message)]
     assert "\n" not in warning and "tokenizer" not in warning
+    assert "Rollouts finished before are trained on" in warning, "of examples another sentence is true"
 
 
 def test_other_held_out_prompts_are_told_with_what_they_spoil(tmp_path: Path) -> None:
@@ -130,10 +137,45 @@ def test_other_held_out_prompts_are_told_with_what_they_spoil(tmp_path: Path) ->
         held_out(3).load_state_dict(state)
         rollouts(tmp_path).load_state_dict(state)  # without any, or with more than before, nothing is compared
         held_out(3).load_state_dict(_state(rollouts(tmp_path)))
-    told = r"other held-out prompts: data\.validation, set arithmetic was arithmetic, 8 prompts, \w+ and is .*val/\*"
+    told = r"another validation: data\.validation, set arithmetic was arithmetic, 8 prompts, \w+ and is .*val/\*"
     with pytest.warns(UserWarning, match=told) as caught:
         held_out(4).load_state_dict(state)
     assert len([one for one in caught if "ckpt_path" in str(one.message)]) == 1, "the stream is the same"
+
+
+def test_another_way_to_validate_is_told_with_what_it_spoils(tmp_path: Path) -> None:
+    def sampled(**options: Any) -> RolloutDataModule:
+        prompts = ArithmeticPrompts(size=8, split="validation")
+        return rollouts(tmp_path, validation=Validation(**{"prompts": prompts, "temperature": 0.5, **options}))
+
+    state = _state(sampled())
+    for changed, said in (
+        ({"temperature": 1.0}, r"data\.validation\.temperature was 0\.5 and is 1\.0"),
+        ({"solved_at": 0.5}, r"data\.validation\.solved_at was 1\.0 and is 0\.5"),
+        (
+            {"samples": 2, "answer": math_answer},
+            r"data\.validation\.samples was 1 and is 2; data\.validation\.answer's import path was None and is .*math_",
+        ),
+    ):
+        with pytest.warns(UserWarning, match=rf"goes on with another validation: {said}.*\. val/\*") as caught:
+            sampled(**changed).load_state_dict(state)
+        assert len([one for one in caught if "ckpt_path" in str(one.message)]) == 1, "the stream is the same"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampled(batch_size=2).load_state_dict(state)
+        sampled().load_state_dict(_state(rollouts(tmp_path)))  # there was none to compare with
+
+
+def test_another_score_of_failed_rewards_is_told(tmp_path: Path) -> None:
+    def rewarded(**options: Any) -> RolloutDataModule:
+        return rollouts(tmp_path, reward=exact_match, reward_options=RewardOptions(**options))
+
+    state = _state(rewarded())
+    with pytest.warns(UserWarning, match=r"settings: data\.reward_options\.on_failure was drop and is 0\.0\. Rollouts"):
+        rewarded(on_failure=0.0).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewarded(workers=2, retries=1, cache=8).load_state_dict(state)  # the same rewards
 
 
 def test_a_validation_goes_on_with_no_stream(tmp_path: Path) -> None:
@@ -212,8 +254,9 @@ def test_what_is_no_setting_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_what_an_older_version_did_not_save_is_not_compared(tmp_path: Path) -> None:
-    data = rollouts(tmp_path, workflow=RLVRWorkflow(4, temperature=0.5), reward=exact_match)
+    data = rollouts(tmp_path, workflow=RLVRWorkflow(4, temperature=0.5), reward=exact_match, over_sampling=1.5)
     made = {key: one for key, one in data._made_with.items() if "." not in key and "'" not in key}
+    del made["over_sampling"]
     made |= {"workflow": "RLVRWorkflow(max_new_tokens=4, stop=[])"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -105,7 +105,7 @@ def rollouts(path: Path, **options: Any) -> RolloutDataModule:
     )
 
 
-def recorded(path: Path) -> RecordedDataModule:
+def recorded(path: Path, **options: Any) -> RecordedDataModule:
     file = path / "x.npz"
     if not file.exists():
         tokens = np.random.default_rng(0).integers(2, 16, (12, 9))
@@ -117,7 +117,7 @@ def recorded(path: Path) -> RecordedDataModule:
                 for i in range(12)
             ],
         )
-    return RecordedDataModule(str(file), tasks_per_batch=2, seed=1, batches_per_epoch=1)
+    return RecordedDataModule(str(file), **{"tasks_per_batch": 2, "seed": 1, "batches_per_epoch": 1, **options})
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Path], Any]]] = {
@@ -162,6 +162,53 @@ def test_resuming_from_every_step_equals_the_uninterrupted_run(case: str, tmp_pa
         assert rest == steps[done:last], f"from step {done}"
         for name, value in parameters(again).items():
             assert torch.equal(value, weights.after[last - 1][name]), f"from step {done}: {name}"
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "from an older version"])
+@pytest.mark.parametrize("kind", ["recorded", "pairs"])
+def test_a_run_goes_on_behind_what_was_dealt_with_batches_of_another_size(
+    kind: str, older: bool, tmp_path: Path
+) -> None:
+    """Nothing is left out, and nothing trained twice; a batch under way stays as it is. Of 4 tasks in a pass, which no
+    batch goes on behind, and of 8 pairs without a gap between passes."""
+    make, option, count = {"recorded": (recorded, "tasks_per_batch", 4), "pairs": (pairs, "batch_size", 8)}[kind]
+
+    def run(size: int, last: int, *callbacks: L.Callback, **options: Any) -> list[list[list[int]]]:
+        """What every step was done on, to step `last`; a batch is two."""
+        data = make(tmp_path, **{option: size, "batches_per_epoch": 100})
+        steps = fit(module(minibatches=1), data, *callbacks, max_epochs=-1, max_steps=last, **options)
+        return [sequences for _, _, sequences in steps]
+
+    stream = [one for batch in run(1, 2 * (count + 3))[::2] for one in batch]
+    each = len(stream) // (count + 3)
+
+    def examples(first: int, last: int) -> list[list[int]]:
+        return stream[first * each : last * each]
+
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run(2, 3, every, enable_checkpointing=True)
+    for done, under_way in ((2, []), (3, [examples(2, 4)])):
+        path = tmp_path / f"step={done}.ckpt"
+        if older:
+            _as_of_an_older_version(path, batches=1)
+        first = 4 if under_way else 2
+        for size in (1, 3):
+            with pytest.warns(
+                UserWarning, match=rf"data\.{option} was 2 and is {size}\. As many examples as were dealt"
+            ):
+                batches = run(size, done + len(under_way) + 2, ckpt_path=path)
+            last = min(first + size, 4) if kind == "recorded" and first < 4 else first + size
+            assert batches == [*under_way, *[examples(first, last)] * 2]
+
+
+def _as_of_an_older_version(path: Path, batches: int) -> None:
+    """A checkpoint of data whose stream counted batches."""
+    saved = torch.load(path, weights_only=True)
+    (state,) = (one for name, one in saved.items() if name.endswith("DataModule"))
+    del state["dealt"]
+    state.pop("under_way", None)
+    state["position"] = batches
+    torch.save(saved, path)
 
 
 class Books(L.Callback):
@@ -277,12 +324,12 @@ def test_a_batch_under_way_is_recorded_once_in_every_run_directory(tmp_path: Pat
 
 
 class Numbers(Position):
-    """A stream that hands out numbers instead of batches."""
+    """A stream of batches of one example, that hands out its number instead."""
 
     batches_per_epoch = 3
 
     def __init__(self, trained: Any) -> None:
-        super().__init__()
+        super().__init__(lambda first: first + 1)
         self.trainer = SimpleNamespace(lightning_module=trained)
 
 
@@ -295,12 +342,12 @@ def test_iterations_and_runs_that_end_anywhere_train_every_step_once(count: int,
     stream, done = Numbers(trained), list[tuple[Any, int]]()
     for length, resumed in parts:
         for handle in islice(StepLoader(stream), length):  # type: ignore[arg-type]
-            done.append((handle.batch, handle.index))
+            done.append((handle.batch.start, handle.index))
             count_step(trained, handle)
         if resumed:
             state = stream.state_dict(trained.policy_version)
             stream = Numbers(trained)
-            stream.load_state_dict(state)
+            stream.load_state_dict(state, int)
     assert done == [divmod(step, count) for step in range(len(done))]
     assert len(done) == sum(min(length, 3 * count) for length, _ in parts)
 

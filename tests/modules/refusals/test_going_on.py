@@ -72,6 +72,34 @@ def test_another_reference_is_told(then: Any, now: Any, said: str) -> None:
     assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is told of a module's hyper-parameters that were these and are those."""
+    lines = told(tell_changes, {"hyper_parameters": then}, now, {})
+    return lines[0].partition("other settings: ")[2].split("; ") if lines else []
+
+
+def test_an_option_that_is_new_or_gone_is_told_where_the_user_wrote_it() -> None:
+    def source(**adapter: Any) -> dict[str, Any]:
+        return {"model": {"path": "m", "adapter": adapter}}
+
+    assert changes(source(r=4), source(r=4, lora_alpha=64)) == ["model.model.adapter.lora_alpha was not set and is 64"]
+    assert changes(source(r=4, lora_alpha=64), source(r=8)) == [
+        "model.model.adapter.r was 4 and is 8",
+        "model.model.adapter.lora_alpha was 64 and is not set",
+    ]
+    nested = source(r=4, rank_pattern={}), source(r=4, rank_pattern={"q_proj": 8})
+    assert changes(*nested) == ["model.model.adapter.rank_pattern.q_proj was not set and is 8"]
+    options = [{"objective_options": one} for one in ({"clip_low": 0.1}, {"clip_low": 0.1, "clip_high": 0.3})]
+    assert changes(*options) == ["model.objective_options.clip_high was not set and is 0.3"]
+    assert changes(source(r=4), source(r=4)) == []
+
+
+def test_an_argument_that_another_version_has_is_no_change() -> None:
+    then = {"model": {"path": "m", "adapter": None, "dropped": 1}, "removed": 1}
+    now = {"model": {"path": "m", "adapter": None, "freeze": []}, "aggregation": "token_mean"}
+    assert changes(then, now) == changes(now, then) == []
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Of a run of two steps, under a schedule of three."""
