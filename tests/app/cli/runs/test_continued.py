@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app.cli import main
+from app.cli.compare import _side
 from app.cli.runs.continued import found_again
 from tests.docs.test_readme import ROOT
 
@@ -40,18 +43,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The relative path of a run of two steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["arborist"])
-    overlay = {
-        "model": {"init_args": {"model": {"config": SMALL}}},
-        "data": {"init_args": {"batch_size": 8}},
-        "trainer": {"accelerator": "cpu", "callbacks": [SAVING]},
-    }
-    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
+    set_up(SAVING)
     fit("--run_dir=run", "--trainer.max_steps=2")
     return Path("run")
 
 
 def fit(*flags: str) -> None:
     main(["fit", "--config", str(CONFIG), "--config", "tiny.yaml", *flags])
+
+
+def set_up(callback: dict[str, Any], **options: Any) -> None:
+    """What `fit` runs: a tiny model with this callback, whose options are changed."""
+    changed = callback | {"init_args": callback["init_args"] | options}
+    overlay = {
+        "model": {"init_args": {"model": {"config": SMALL}}},
+        "data": {"init_args": {"batch_size": 8}},
+        "trainer": {"accelerator": "cpu", "callbacks": [changed]},
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(overlay))
 
 
 def saved(directory: Path) -> list[str]:
@@ -65,6 +74,22 @@ def test_a_run_that_is_found_elsewhere_knows_its_best_checkpoint(run: Path, way:
     there = WAYS[way](run)
     fit(f"--run_dir={there}", "--ckpt_path=last", "--trainer.max_steps=4", "--model.optimizer.lr=0.001")
     assert saved(Path(there)) == [last, best]
+
+
+def test_a_run_has_one_last_checkpoint_whatever_its_name_and_time(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A callback that saves at other times knows no `last.ckpt` of its own, and writes another beside it."""
+    set_up(SAVING, every_n_train_steps=2)
+    fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=4")
+    assert {"last.ckpt", "last-v1.ckpt"} < set(saved(run))
+    os.utime(run / "checkpoints" / "last.ckpt")  # as in a copy
+    capsys.readouterr()
+    main(["export", "--ckpt", "run", "--out", "out"])
+    assert "of run/checkpoints/last-v1.ckpt\n" in capsys.readouterr().out
+    assert _side(run, "A").checkpoint == run / "checkpoints" / "last-v1.ckpt"
+    fit("--run_dir=run", "--ckpt_path=last", "--trainer.max_steps=5")
+    assert "goes on from step 4 of " in capsys.readouterr().err
 
 
 def test_a_launch_that_is_refused_leaves_configuration_and_metrics(run: Path) -> None:
