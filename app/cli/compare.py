@@ -35,6 +35,7 @@ from typing import Any
 import yaml
 
 from app.cli.errors import OtherCommandFailed
+from app.cli.runs.last_checkpoint import last_checkpoint
 from app.cli.runs.run_directory import run_of
 from app.statistics import Paired, paired, prompts_to_tell
 from app.text import reason
@@ -203,8 +204,8 @@ def _side(path: Path, name: str) -> Side:
         if (directory / "adapter_config.json").exists():
             return Side(str(path), _below(directory, name), directory, config=its)
     if config.exists():
-        if (path / "checkpoints" / "last.ckpt").exists():
-            return Side(str(path), checkpoint=path / "checkpoints" / "last.ckpt", config=config)
+        if (last := last_checkpoint([path / "checkpoints"])) is not None:
+            return Side(str(path), checkpoint=last, config=config)
         raise ValueError(f"{name}: {path} has neither model/ nor checkpoints/last.ckpt yet; wait for a checkpoint")
     if path.suffix == ".ckpt":
         own = run_of(path) / "config.yaml"

@@ -28,9 +28,9 @@ from jsonargparse import get_loader
 from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator, XLAAccelerator
 
 from app.cli.errors import options_of
+from app.cli.runs.last_checkpoint import LAST, last_checkpoints
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE
 
-LAST = "last"
 _KNOWN = ("app", "modules", "datamodules", "callbacks", "torch")
 _LARGEST_SEED = 2**32 - 1  # numpy's
 _LARGEST_WHOLE = 2**63 - 1
@@ -194,11 +194,6 @@ def check_checkpoint(ckpt_path: str | None, run_dir: str | None, others: Iterabl
         )
     else:
         _check_path(ckpt_path)
-
-
-def last_checkpoints(directories: Iterable[Path]) -> list[Path]:
-    """What `--ckpt_path last` chooses from, in these directories."""
-    return [path for directory in directories if directory.is_dir() for path in directory.glob("last*.ckpt")]
 
 
 def restarted_by_agent() -> bool:

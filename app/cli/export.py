@@ -22,6 +22,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from app.cli.runs.last_checkpoint import last_checkpoint
 from app.cli.runs.run_directory import naming, run_of
 from app.hub import check_reachable
 from app.strategies.checkpoint.checkpoints import MANIFEST_FILE, CheckpointError
@@ -66,10 +67,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _last(path: Path) -> Path:
     """The last checkpoint of a run; any other path as it is."""
-    last = path / "checkpoints" / "last.ckpt"
-    if (path / "config.yaml").is_file() and not last.exists():
-        raise ValueError(f"--ckpt: {path} is a run without a checkpoint ({last}); wait for one, or name another")
-    return last if last.exists() else path
+    saved_in = path / "checkpoints"
+    last = last_checkpoint([saved_in])
+    if (path / "config.yaml").is_file() and last is None:
+        raise ValueError(
+            f"--ckpt: {path} is a run without a checkpoint ({saved_in / 'last.ckpt'}); wait for one, or name another"
+        )
+    return path if last is None else last
 
 
 def _tokenizer_of_run(run: Path) -> tuple[str | None, str]:

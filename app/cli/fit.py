@@ -40,7 +40,6 @@ from transformers.utils import logging as transformers_logging
 
 from app import interruption
 from app.cli.configuration import (
-    LAST,
     check_checkpoint,
     check_config_files,
     check_parts,
@@ -48,7 +47,6 @@ from app.cli.configuration import (
     check_trainer,
     check_values,
     install_reader,
-    last_checkpoints,
     restarted_by_agent,
 )
 from app.cli.errors import ArboristParser, Making, cut, is_ours, users_mistake
@@ -57,6 +55,7 @@ from app.cli.runs import run_directory
 from app.cli.runs.continued import SavedConfig
 from app.cli.runs.default_callbacks import OPTIONAL, check_without, with_defaults
 from app.cli.runs.early_end import why_early
+from app.cli.runs.last_checkpoint import LAST, last_checkpoint, last_checkpoints, to_load
 from app.cli.runs.loggers import Metrics, go_on_in_mlflow, go_on_in_wandb, keep_metrics
 from app.cli.runs.run_directory import RunDirectory
 from app.clients import no_keys_needed
@@ -179,7 +178,8 @@ class ArboristCLI(LightningCLI):
             self.config[self.subcommand]["ckpt_path"] = None
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": self._asked_ckpt_path}
+        ckpt_path = to_load(self._asked_ckpt_path, self.trainer, _saved_in)
+        return super()._prepare_subcommand_kwargs(subcommand) | {"ckpt_path": ckpt_path}
 
     def instantiate_classes(self) -> None:
         """With `seed_everything` as the seed of the draws where a part names none of its own. What is saved names none
@@ -251,10 +251,12 @@ class ArboristCLI(LightningCLI):
             sys.stderr.write(f"{printable(why)}\n")
 
     def _choose_run_dir(self) -> Path:
-        if not _leads():
-            # Not used: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
-            return Path(self._asked_run_dir or "runs")
         elsewhere = _checkpoint_directories(self.config[self.subcommand].as_dict()["trainer"])
+        if not _leads():
+            # Nothing is written there: only rank 0 writes, and `trainer.log_dir` is its answer on every rank.
+            path = Path(self._asked_run_dir or "runs")
+            _saved_in[:] = [path / "checkpoints", *elsewhere]
+            return path
         if self._asked_run_dir is None:
             path = _hold(run_directory.fresh(self._run_name()))
             _saved_in[:] = [path / "checkpoints", *elsewhere]
@@ -430,7 +432,7 @@ def _how_to_go_on(end: End | None, fits: bool) -> str:
     if path is None:
         return ""
     checkpoint = end.checkpoint if end is not None else None
-    last = checkpoint or next(iter(last_checkpoints(_saved_in)), None)
+    last = checkpoint or last_checkpoint(_saved_in)
     if last is not None and end is not None and end.finished:
         return f"all steps are done; score the model with: {_command('validate', path, '--ckpt_path', str(last))}"
     if last is not None:

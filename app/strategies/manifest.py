@@ -78,6 +78,21 @@ def check_files(path: Path, files: Mapping[str, Written], rank: int = 0, ranks: 
     Raises:
         CheckpointError: names the first file that is not what was written.
     """
+    check_sizes(path, files)
+    if any(written.sha256 is None for written in files.values()):
+        rank_zero_warn(f"ckpt_path: {path} was written by an older version, without hashes: its bytes are not checked")
+        return
+    mine = sorted(files)[rank::ranks]
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(lambda name: check_bytes(path / name, files[name]), mine))
+
+
+def check_sizes(path: Path, files: Mapping[str, Written]) -> None:
+    """Whether the files of the checkpoint `path` are all there in full, and no others; reads none of them.
+
+    Raises:
+        CheckpointError: names the first that is not.
+    """
     for name, written in files.items():
         file = path / name
         found = file.stat().st_size if file.is_file() else None
@@ -92,14 +107,16 @@ def check_files(path: Path, files: Mapping[str, Written], rank: int = 0, ranks: 
             f"ckpt_path: {path / strange[0]} is of another checkpoint: copy the whole directory again, to a place where"
             " nothing is"
         )
-    if any(written.sha256 is None for written in files.values()):
-        rank_zero_warn(f"ckpt_path: {path} was written by an older version, without hashes: its bytes are not checked")
-        return
-    mine = sorted(files)[rank::ranks]
-    with ThreadPoolExecutor(_READERS) as pool:
-        for name, sha256 in zip(mine, pool.map(lambda name: _sha256(path / name), mine), strict=True):
-            if sha256 != files[name].sha256:
-                raise _damaged(path / name, "does not hold the bytes that were written")
+
+
+def check_bytes(file: Path, written: Written) -> None:
+    """Compares what `file` holds with the hash that is known of it, if one is.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if written.sha256 is not None and _sha256(file) != written.sha256:
+        raise _damaged(file, "does not hold the bytes that were written")
 
 
 def _entry(path: Path, name: str, entry: Any) -> Written:

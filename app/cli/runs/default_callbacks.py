@@ -9,7 +9,7 @@
     ValidateEnds            `fit` with held-out prompts: validation before the first and after the last step
     Progress, HangDump      the progress bar; an answer to `arborist doctor`
     Interruption, SaveLast  `fit`: an end by signals that loses nothing; a checkpoint by time
-    KeepBest                `fit`: the best checkpoints of a run whose directory was moved
+    KeepOptions, KeepBest   `fit`: options of callbacks, and what checkpoints are the best, in a run that goes on
 
 Promises: one that `trainer.callbacks` names is the only one of its kind and has the options it has there;
 `without_callbacks: [Summary, ...]` leaves out those of `OPTIONAL` (the progress bar and the checkpoint have switches of
@@ -24,7 +24,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, ProgressBar
 
-from app.cli.runs.continued import KeepBest
+from app.cli.runs.continued import KeepBest, KeepOptions
 from callbacks import (
     Coach,
     HangDump,
@@ -108,7 +108,7 @@ def with_defaults(
     if trainer.get("enable_progress_bar") is not False and not _has(given, ProgressBar):
         callbacks.append(Progress())
     if fits:
-        callbacks.append(Interruption())
+        callbacks += [Interruption(), KeepOptions()]
         if trainer.get("enable_checkpointing") is not False:
             callbacks += [KeepBest()] if any(map(saves_last, given)) else [KeepBest(), SaveLast()]
     return callbacks

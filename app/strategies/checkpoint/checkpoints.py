@@ -35,7 +35,9 @@ from app.strategies.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     Written,
+    check_bytes,
     check_files,
+    check_sizes,
     manifest,
     read_manifest,
 )
@@ -45,7 +47,7 @@ from app.text import printable
 TRAINER_FILE = "trainer.pt"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-__all__ = ["CheckpointError", "CheckpointWriter", "check", "pack", "unpack", "unreadable"]
+__all__ = ["CheckpointError", "CheckpointWriter", "check", "pack", "saved_step", "unpack", "unreadable"]
 
 
 @dataclass
@@ -258,6 +260,29 @@ def unpack(path: Path, checked: bool = False) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise CheckpointError(f"ckpt_path: {file} holds no dictionary: this project did not write it")
     return contents
+
+
+def saved_step(path: Path) -> int:
+    """The optimizer steps after which a checkpoint was written, a directory or a file of another strategy. Reads no
+    weights: of a directory all files are there in full, but `trainer.pt` alone is compared with what was written.
+
+    Raises:
+        CheckpointError: as `unpack`, or it does not say.
+    """
+    file = path
+    if path.is_dir():
+        files, file = read_manifest(path), path / TRAINER_FILE
+        check_sizes(path, files)
+        if TRAINER_FILE in files:
+            check_bytes(file, files[TRAINER_FILE])
+    try:
+        contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever damaged archives and pickles raise
+        raise unreadable(file, error) from error
+    step = contents.get("global_step") if isinstance(contents, dict) else None
+    if not isinstance(step, int):
+        raise CheckpointError(f"ckpt_path: {file} holds no global_step: it is no checkpoint of a run")
+    return step
 
 
 def unreadable(file: Path, error: Exception) -> CheckpointError:

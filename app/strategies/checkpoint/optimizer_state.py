@@ -30,6 +30,7 @@ from app.strategies.shards import Shard
 from app.strategies.zero1 import ShardedOptimizer, is_elementwise
 
 _MASTER = "master"
+_WEIGHTS_ALONE = "start from the checkpoint's weights alone (arborist export, then model.model.path)"
 # State that torch.optim keeps once a parameter; its shape does not tell where parameters are scalars themselves.
 _SCALARS = ("step", "eta", "mu", "mu_product")
 Read = Callable[[dict[str, Piece]], None]
@@ -281,16 +282,19 @@ def _check_kind(sharded: ShardedOptimizer, saved: str | None, groups: list[dict[
 def _check_groups(sharded: ShardedOptimizer, saved: list[list[Any]]) -> None:
     if len(saved) != len(sharded.groups):
         raise ValueError(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(sharded.groups)}: resume"
-            " with the configure_optimizers that wrote it"
+            f"ckpt_path: the checkpoint's optimizer has {len(saved)} parameter groups, this one {len(sharded.groups)}:"
+            f" resume with the configure_optimizers that wrote it, or {_WEIGHTS_ALONE}"
         )
     for number, (names, params) in enumerate(zip(saved, sharded.groups)):
         mine = sharded.names_of(params)
         if names != mine:
-            odd = sorted(map(str, set(names) ^ set(mine))) or "(another order or number)"
+            odd = sorted(map(str, set(names) ^ set(mine)))
+            differ = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
             raise ValueError(
-                f"parameter group {number} of the checkpoint's optimizer has {len(names)} parameters, this one"
-                f" {len(mine)}; they differ in {odd}: resume with the model and configure_optimizers that wrote it"
+                f"ckpt_path: parameter group {number} of the checkpoint's optimizer has {len(names)} parameters, this"
+                f" one {len(mine)}; they differ in {differ or 'their order or number'}. What is trained was changed:"
+                " set model.model.freeze, model.model.adapter and model.model.train_tower (or your own"
+                f" configure_optimizers) back to what they were, or {_WEIGHTS_ALONE}"
             )
 
 

@@ -99,6 +99,12 @@ def test_coefficients_are_numbers(capsys: pytest.CaptureFixture[str], coef: str)
             " policy's hidden_size is 16 there and 32 here. Resume with the model that wrote it (model.model)",
         ),
         ([f"{KEY}.num_hidden_layers=2"], "is in this run only (and 10 more are on one side only); policy's num_hidden"),
+        (
+            ["--model.init_args.model.freeze=[model.embed_tokens]"],
+            "they differ in policy.model.embed_tokens.weight. What is trained was changed: set model.model.freeze,"
+            " model.model.adapter and model.model.train_tower (or your own configure_optimizers) back to what they"
+            " were, or start from the checkpoint's weights alone (arborist export, then model.model.path)",
+        ),
         (["--model.optimizer=torch.optim.SGD"], "holds the state of torch.optim.adamw.AdamW, this run's optimizer is"),
         (["--trainer.max_steps=1"], "trainer.max_steps=1: the checkpoint"),
         (["--model=modules.SFTModule"], "the checkpoint is of modules.PolicyModule, and this run trains SFTModule"),

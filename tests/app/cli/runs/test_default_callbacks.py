@@ -38,7 +38,7 @@ def names(
 
 
 ALWAYS = ["HangDump", "Progress"]
-FIT = [*ALWAYS, "Interruption", "KeepBest", "SaveLast"]
+FIT = [*ALWAYS, "Interruption", "KeepOptions", "KeepBest", "SaveLast"]
 
 
 def test_what_a_run_needs_it_gets() -> None:
@@ -77,7 +77,7 @@ def test_one_that_is_named_is_the_only_one_of_its_kind() -> None:
     assert names(*given, data=rolls_out()) == [
         "WeightSync",  # before Throughput, which reports its time
         *("Throughput", "Mine", "RichProgressBar", "SaveLast"),
-        *("Opening", "Summary", "Coach", "Report", "HangDump", "Interruption", "KeepBest"),
+        *("Opening", "Summary", "Coach", "Report", "HangDump", *FIT[2:5]),
     ]
     assert names(Summary(), WeightSync("disk"), data=rolls_out())[:3] == ["Summary", "WeightSync", "Opening"]
     assert Interruption.__name__ not in names(Progress(), data=rolls_out(), subcommand="test")
@@ -85,7 +85,7 @@ def test_one_that_is_named_is_the_only_one_of_its_kind() -> None:
 
 def test_switches_leave_out() -> None:
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False}
-    assert names(data=rolls_out(), without=list(OPTIONAL), **quiet) == ["Interruption"]
+    assert names(data=rolls_out(), without=list(OPTIONAL), **quiet) == ["Interruption", "KeepOptions"]
 
 
 @pytest.fixture
