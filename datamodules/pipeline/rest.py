@@ -1,8 +1,8 @@
 """Which prompts sit out a turn: those whose groups the filter keeps leaving out.
 
 A prompt that the policy always solves, or never does, costs a whole group of episodes each time it is dealt and teaches
-nothing; most of those that do so once do so the next time (Zheng et al. 2025, "Act only when it pays": leaving them out
-beforehand took 2.4 times less time than filtering them behind). So it waits as networks do for a host that does not
+nothing; most of those that do so once do so the next time (Zheng et al. 2025, "Act only when it pays", whose rollouts
+took up to 2.4 times less time for leaving them out beforehand). So it waits as networks do for a host that does not
 answer: after a first group that was left out it sits out one of its turns, after a second in a row three, then seven
 and so on up to `most`; a group that is kept ends that.
 
