@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiplicativeLR, OneCycleLR
 
 _ANOTHER = "begin a new run from the checkpoint's model (arborist export) for another"
 
@@ -56,11 +56,22 @@ def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any], kind: 
 
 
 def check_schedules(trainer: Any) -> None:
-    """A schedule that is defined for so many steps (OneCycleLR) covers the run, as it is once a checkpoint is loaded.
-    Raises ValueError where it would end before."""
+    """Once a checkpoint is loaded: a schedule that is defined for so many steps (OneCycleLR) covers the run, and one
+    that is new has its start, which is lost where torch alone loads what a run without a schedule saved.
+
+    Raises:
+        ValueError: it would end before the run, or has lost its start.
+    """
     batches = trainer.max_epochs * trainer.num_training_batches if (trainer.max_epochs or -1) > 0 else math.inf
     steps = trainer.max_steps if trainer.max_steps > 0 else batches
     for schedule in (one.scheduler for one in trainer.lr_scheduler_configs):
+        groups = schedule.optimizer.param_groups if isinstance(schedule, LRScheduler) else []
+        if any("initial_lr" not in group for group in groups):
+            raise ValueError(
+                "model.lr_scheduler: the checkpoint has none, and under trainer.strategy"
+                f" {type(trainer.strategy).__name__} one cannot begin on the way: set trainer.strategy to"
+                f" app.strategies.DTAStrategy, leave the schedule out, or {_ANOTHER} schedule"
+            )
         if not isinstance(schedule, OneCycleLR):
             continue
         total, left = schedule.total_steps, schedule.total_steps - schedule.last_epoch

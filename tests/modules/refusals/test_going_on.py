@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
 
+from app.strategies import DTAStrategy
 from modules import PolicyModule
 from modules.refusals.going_on import check_states, tell_changes
 from tests.helpers.tiny_policy import Batches, make_batch, sgd, source, trainer
@@ -109,11 +111,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield directory / "last.ckpt"
 
 
-def run(directory: Path, kind: Any, max_steps: int, **options: Any) -> L.Trainer:
+def run(directory: Path, kind: Any, max_steps: int, strategy: Any = "auto", **options: Any) -> L.Trainer:
     made = {"max_lr": 0.1, "total_steps": 3, "cycle_momentum": False} if kind is OneCycleLR else {}
-    module = PolicyModule(source(), optimizer=sgd, lr_scheduler=lambda optimizer: kind(optimizer, **made))
+    schedule = None if kind is None else lambda optimizer: kind(optimizer, **made)
+    module = PolicyModule(source(), optimizer=sgd, lr_scheduler=schedule)
     saves = ModelCheckpoint(directory, save_last=True, save_top_k=0, every_n_train_steps=1)
     given = {"max_steps": max_steps, "max_epochs": -1, "enable_checkpointing": True, "default_root_dir": directory}
+    given["strategy"] = strategy
     fits = trainer(saves, **given)
     fits.fit(module, Batches([make_batch(k) for k in range(6)]), weights_only=False, **options)
     return fits
@@ -127,3 +131,19 @@ def test_a_run_beyond_its_schedule_is_refused_before_a_step(checkpoint: Path, tm
     with pytest.raises(ValueError, match=r"done 0: .* set trainer.max_steps to 3 at most"):
         run(tmp_path / "fresh", OneCycleLR, 4)
     assert run(tmp_path / "other", LinearLR, 4).global_step == 4
+
+
+def test_a_schedule_begins_on_the_way_where_its_start_is_kept(tmp_path: Path) -> None:
+    """That is under `DTAStrategy`; torch's own loading would begin it anywhere."""
+    for strategy in ("auto", DTAStrategy):
+        directory = tmp_path / str(strategy)
+        made = strategy if strategy == "auto" else DTAStrategy()
+        run(directory, None, 1, made)
+        goes_on = {"ckpt_path": str(directory / "last.ckpt")}
+        if strategy == "auto":
+            with pytest.raises(ValueError, match=r"the checkpoint has none, and under trainer\.strategy SingleDevice"):
+                run(directory / "on", LinearLR, 2, **goes_on)
+        else:
+            fits = run(directory / "on", LinearLR, 3, DTAStrategy(), **goes_on)
+            assert fits.global_step == 3
+            assert fits.optimizers[0].param_groups[0]["lr"] < sgd([torch.zeros(1)]).defaults["lr"]
