@@ -31,8 +31,8 @@ class Hints:
 
     Args:
         given: one or several templates; the first that can be filled counts. Places: {text}, the prompt's text or its
-            last user message; {answer}; {solution}; {solved}, what another episode of the group said aloud that earned
-            `solved_at`; {feedback}, what the reward said of this one.
+            last user message; {answer}; {solution}; {solved}, what another episode of the group that earned `solved_at`
+            said aloud, in its last reply; {feedback}, what the reward said of this one.
         owner: name of the workflow, for errors.
         solved_at: least reward of a reply that is shown as {solved}; None for 1.0.
         encode: token ids of a prompt, as the policy's own are made.
@@ -82,6 +82,32 @@ class Hints:
         self._encode, self._quoted = encode, quoted
         self._told = False
 
+    @classmethod
+    def of_turns(
+        cls,
+        given: str | Sequence[str] | None,
+        owner: str,
+        solved_at: float | None,
+        encode: Callable[[Prompt], Sequence[int]],
+        quoted: Callable[[Prompt, str], str],
+        sequences: str,
+    ) -> Hints | None:
+        """Those of a workflow whose episodes have several replies; None without any. They stand in the prompt that the
+        episode begins with, so that all of it has to be one sequence.
+
+        Raises:
+            ValueError: as the class; other `sequences` than "whole", or a `solved_at` without hints.
+        """
+        if given is None:
+            checks.no_effect("without hint", {f"{owner}.hint_solved_at": solved_at}, "remove it or set hint")
+            return None
+        if sequences != "whole":
+            raise ValueError(
+                f"{owner}.hint: stands in the prompt of an episode, and with sequences: {sequences} later replies are"
+                " sequences with prompts of their own; set sequences: whole, or leave hint out"
+            )
+        return cls(given, owner, solved_at, encode, quoted)
+
     def of_prompt(self, prompt: Prompt, max_new_tokens: int, max_context: int) -> list[int]:
         """Token ids of what the teacher is shown, where that does not depend on the group.
 
@@ -98,11 +124,12 @@ class Hints:
         return tokens
 
     def of_episodes(self, prompt: Prompt, episodes: Sequence[Trajectory], max_context: int) -> None:
-        """Marks each of a group's replies with what its teacher is shown; with an empty list where that is nothing.
+        """Marks each of a group's episodes with what its teacher is shown; with an empty list where that is nothing.
 
         Args:
-            episodes: one reply each, with its text as "completion" and the reward's words in their metadata.
-            max_context: tokens of the prompt that is shown and the reply together.
+            episodes: one sequence each, which begins with the prompt, with the text of its last reply as "completion"
+                and the reward's words in its metadata.
+            max_context: tokens of the prompt that is shown and what follows it together.
 
         Raises:
             Misfit: every hint shows another episode, and there is none.
@@ -116,7 +143,8 @@ class Hints:
         for number, one in enumerate(episodes):
             others = (*episodes[number + 1 :], *episodes[:number])  # so that not all are shown the same
             found = {FEEDBACK: str(one.metadata.get(FEEDBACK, "")).strip(), "solved": self._solved(others)}
-            room = max_context - int(one.loss_mask.sum())
+            begun = int(one.loss_mask.int().argmax())  # the first trained token, before which all is replaced
+            room = max_context - (len(one.tokens) - begun)
             one.metadata[TEACHER_PROMPT] = self._first(prompt, found, room)
 
     def _solved(self, others: Sequence[Trajectory]) -> str:

@@ -21,6 +21,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import chat_of, encode_prompt
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import Caller
+from datamodules.workflows.hints import Hints
 from datamodules.workflows.turns import ReplyOptions, Sequences, Turns, tokenized
 
 _MOST_AT_ONCE = 8  # feedback functions that are not asynchronous
@@ -54,6 +55,10 @@ class MultiTurnWorkflow:
         success: the reward a reply must have to be right; None for 1.0. Without `feedback` only.
         turn_discount: the last reply's reward times this for every turn before it, above 0 and at most 1.
         sequences: "whole", "turns" or "rendered"; see `datamodules.workflows.turns.Sequences`.
+        hint: what a teacher reads in place of the prompt's text, or of its last user message, at the beginning of the
+            whole episode; as of `RLVRWorkflow`, {solved} being the last reply of another episode. With sequences
+            "whole".
+        hint_solved_at: least reward of an episode whose reply is shown as {solved}; None for 1.0.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
 
     Raises:
@@ -73,6 +78,8 @@ class MultiTurnWorkflow:
         success: float | None = None,
         turn_discount: float = 1.0,
         sequences: Sequences = "whole",
+        hint: str | Sequence[str] | None = None,
+        hint_solved_at: float | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
@@ -109,6 +116,8 @@ class MultiTurnWorkflow:
         # Rewards are sums of parts: 0.7 + 0.2 + 0.1 falls short of 1.0.
         self._success = (1.0 if success is None else success) - ROUNDING
         self._template_options = template_options
+        self._hint, self._hint_solved_at = hint, hint_solved_at  # by which a run that goes on knows them again
+        self._hints = Hints.of_turns(hint, name, hint_solved_at, self.encode, self._quoted, sequences)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,6 +174,11 @@ class MultiTurnWorkflow:
             metadata["quoted_feedback"] = quoted
         return turns.trajectories(self.sequences, reward * self.turn_discount ** (turns.count - 1), metadata)
 
+    def after_group(self, prompt: Prompt, episodes: Sequence[Sequence[Trajectory]], max_context: int) -> None:
+        """Marks each episode with what its teacher is shown."""
+        if self._hints is not None:
+            self._hints.of_episodes(prompt, [one for (one,) in episodes], max_context)
+
     async def _tell(self, turns: Turns, prompt: Prompt, messages: list[Message], engine: EpisodeEngine) -> None:
         """The model's next prompt is the conversation so far and the last of the messages."""
         tokenizer = self._tokenizer
@@ -186,6 +200,9 @@ class MultiTurnWorkflow:
     def _chat_of(self, prompt: Prompt) -> Chat:
         assert self._tokenizer is not None, "prepare comes first"
         return chat_of(self._tokenizer, prompt, self._template_options)
+
+    def _quoted(self, prompt: Prompt, text: str) -> str:
+        return self._chat_of(prompt).quoted(text) if prompt.messages else text
 
     async def _ask(self, engine: EpisodeEngine, prompt: Prompt, replies: list[str]) -> str | None:
         assert self._feedback is not None

@@ -22,6 +22,7 @@ from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import chat_of
 from datamodules.workflows.base import EpisodeEngine
 from datamodules.workflows.calling import within
+from datamodules.workflows.hints import Hints
 from datamodules.workflows.response_template import ResponseTemplate, TemplateCalls
 from datamodules.workflows.tool_calls import ToolCall, hermes_calls, json_calls, with_thought
 from datamodules.workflows.tools import Toolbox, ToolRunner
@@ -59,6 +60,10 @@ class ToolWorkflow:
         tool_deadlines_s: tool name -> seconds, for tools with a deadline of their own.
         max_calls: calls of one reply that are carried out; the model is told about those that were not.
         max_result_chars: longest result; longer ones are cut, and say so. None for no limit.
+        hint: what a teacher reads in place of the prompt's text, or of its last user message, at the beginning of the
+            whole episode; as of `RLVRWorkflow`, {solved} being the last reply of another episode. With sequences
+            "whole".
+        hint_solved_at: least reward of an episode whose reply is shown as {solved}; None for 1.0.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`. A record's
             `chat_template_kwargs` go first; its `tools` are left out, since these are the workflow's.
 
@@ -81,6 +86,8 @@ class ToolWorkflow:
         tool_deadlines_s: Mapping[str, float] | None = None,
         max_calls: int = 16,
         max_result_chars: int | None = None,
+        hint: str | Sequence[str] | None = None,
+        hint_solved_at: float | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> None:
         name = type(self).__name__
@@ -107,6 +114,8 @@ class ToolWorkflow:
         )
         self._runner: ToolRunner | None = None if hasattr(tools, "prepare") else self._runs(tools.tools)
         self._template_options = template_options
+        self._hint, self._hint_solved_at = hint, hint_solved_at  # by which a run that goes on knows them again
+        self._hints = Hints.of_turns(hint, name, hint_solved_at, self.encode, self._quoted, sequences)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -161,6 +170,11 @@ class ToolWorkflow:
         metadata: dict[str, object] = {"completion": reply, "answer": prompt.answer, **counts}
         return turns.trajectories(self.sequences, float(reward), metadata)
 
+    def after_group(self, prompt: Prompt, episodes: Sequence[Sequence[Trajectory]], max_context: int) -> None:
+        """Marks each episode with what its teacher is shown."""
+        if self._hints is not None:
+            self._hints.of_episodes(prompt, [one for (one,) in episodes], max_context)
+
     async def _play(self, engine: EpisodeEngine, prompt: Prompt, box: Toolbox) -> tuple[Turns, str, Counter[str]]:
         """The conversation, the last reply's text, and what became of the calls."""
         chat, tokenizer = self._chat_of(prompt), engine.tokenizer
@@ -204,6 +218,9 @@ class ToolWorkflow:
             return parser(text)
         except Exception as error:  # a user's own parser
             return [ToolCall(error=f"{type(error).__name__}: {error}")]
+
+    def _quoted(self, prompt: Prompt, text: str) -> str:
+        return self._chat_of(prompt).quoted(text)
 
     def _chat_of(self, prompt: Prompt) -> Chat:
         assert self._tokenizer is not None, "prepare comes first"

@@ -6,14 +6,18 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 
+from app.batch import TEACHER_PROMPT, RolloutBatch
 from datamodules.processes.calls import CallFailed
 from datamodules.prompts.base import Prompt
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.workflows import MultiTurnWorkflow, Workflow
+from modules.advantages.teacher import shown
 from tests.datamodules.workflows import feedback_functions as feedback
 from tests.datamodules.workflows.scripted_engine import CHATML, Pool, ScriptedEngine, generated, play
+from tests.datamodules.workflows.test_rlvr import BOTH, SAID, SOLVED, played, texts
 from tests.helpers.recorded_samples import byte_tokenizer
 
 CHARACTERS = load_tokenizer("char:0123456789+=?aefglmrst ")
@@ -209,3 +213,36 @@ def test_feedback_cannot_forge_messages() -> None:
     shown = CHAT.decode(engine.seen[1].tokens)
     assert "ok< |end|>\n< |begin|>assistant\nAll tests pass.< |end|><|end|>" in shown
     assert shown.count("<|begin|>") == 4 and whole.metadata["quoted_feedback"] == 1 and whole.reward == 1.0
+
+
+def test_a_teacher_is_shown_hints_at_the_beginning_of_the_episode() -> None:
+    """What another episode said last, and what the reward said of this one; all turns follow as they were."""
+    workflow = MultiTurnWorkflow(max_new_tokens=50, max_turns=2, retry_message="No.", hint=[BOTH, SOLVED, SAID])
+    group = played(workflow, ["41", "42", "40", "39"], samples=2)
+    assert [one.reward for one in group] == [1.0, 0.0]
+    assert [one.metadata[TEACHER_PROMPT] == [] for one in group] == [True, False], "nothing is known of the first"
+    assert texts(group[1:]) == ["6 x 7?\nRight: 42\nSaid: 39 is not 42"]
+    batch = RolloutBatch.from_trajectories(group)
+    seen = shown(batch)
+    assert seen is not None
+    own, there = batch.split(batch.tokens)[1], seen.split(seen.tokens)[1]
+    begun = int(group[1].loss_mask.int().argmax())
+    behind = CHAT.decode(own[begun:])
+    assert "40" in behind and "No." in behind and "39" in behind
+    assert CHAT.decode(there) == CHAT.decode(group[1].metadata[TEACHER_PROMPT]) + behind
+    assert torch.equal(own[batch.split(batch.loss_mask)[1]], there[seen.split(seen.loss_mask)[1]])
+
+
+def test_hints_leave_room_for_all_turns(caplog: pytest.LogCaptureFixture) -> None:
+    for max_context, shows in ((290, True), (130, False)):
+        workflow = MultiTurnWorkflow(max_new_tokens=10, max_turns=2, retry_message="No.", hint="{text} " + "x" * 100)
+        (one,) = played(workflow, ["41", "42"], samples=1, max_context=max_context)
+        assert bool(one.metadata[TEACHER_PROMPT]) is shows
+    assert "MultiTurnWorkflow.hint: prompt 'c' has" in caplog.text
+
+
+def test_hints_are_of_whole_episodes() -> None:
+    with pytest.raises(ValueError, match=r"MultiTurnWorkflow.hint: stands in the prompt .* sequences: turns later"):
+        MultiTurnWorkflow(hint=SAID, sequences="turns")
+    with pytest.raises(ValueError, match="hint_solved_at has no effect without hint"):
+        MultiTurnWorkflow(hint_solved_at=0.5)

@@ -55,9 +55,9 @@ class Judge(Pool):
 
 
 def played(
-    workflow: RLVRWorkflow, replies: Sequence[str], prompt: Prompt = CHAT, max_context: int = 1000
+    workflow: Any, replies: Sequence[str], prompt: Prompt = CHAT, max_context: int = 1000, samples: int | None = None
 ) -> list[Trajectory]:
-    """A group, as the producer plays it."""
+    """A group, as the producer plays it; `samples`: how many episodes the replies are of, None for one each."""
     tokenizer = byte_tokenizer(CHATML)
     workflow.prepare(tokenizer)
     given = Prompt(**{**vars(prompt), "tokens": tuple(workflow.encode(prompt))})
@@ -65,7 +65,7 @@ def played(
     player = EpisodePlayer(workflow, engine, tokenizer, Judge(lambda *_: 0.0), deadline_s=60.0)  # type: ignore[arg-type]
 
     async def group() -> list[list[Trajectory]]:
-        return [await player.play(given, name=f"e{k}", seed="s", sample=k) for k in range(len(replies))]
+        return [await player.play(given, name=f"e{k}", seed="s", sample=k) for k in range(samples or len(replies))]
 
     episodes = asyncio.run(group())
     player.complete(given, episodes)

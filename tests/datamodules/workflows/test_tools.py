@@ -11,11 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from app.batch import TEACHER_PROMPT
 from datamodules.conversations.chat_template import Chat
 from datamodules.prompts.base import Prompt
 from datamodules.workflows import FunctionTools, ToolCall, ToolWorkflow, hermes_calls, json_calls
 from datamodules.workflows.tools import ToolsLost
 from tests.datamodules.workflows.scripted_engine import CHATML, WITH_CALLS, Pool, ScriptedEngine, generated, play
+from tests.datamodules.workflows.test_rlvr import BOTH, SAID, SOLVED, played, texts
 from tests.datamodules.workflows.tool_functions import (
     add,
     crash,
@@ -470,3 +472,14 @@ def test_a_call_may_end_its_reply() -> None:
         shown = tokenizer.decode(engine.seen[1].tokens)
         assert "</tool_call><|end|>" in shown and "<tool>\n5\n</tool>" in shown
         assert found[-1].reward == 1.0 and "malformed_calls" not in found[-1].metadata
+
+
+def test_a_teacher_of_an_agent_with_tools_is_shown_hints() -> None:
+    """In the prompt with the tools' descriptions; calls and results follow as they were."""
+    workflow = ToolWorkflow(Sums(), max_new_tokens=200, hint=[BOTH, SOLVED, SAID])
+    call = a_call("add", a=17, b=25)
+    group = played(workflow, [call, "42", "41"], samples=2, max_context=3000)
+    assert [one.reward for one in group] == [1.0, 0.0] and texts(group[1:]) == ["6 x 7?\nRight: 42\nSaid: 41 is not 42"]
+    tokenizer = byte_tokenizer(CHATML)
+    own, there = (str(tokenizer.decode(one)) for one in (group[1].tokens, group[1].metadata[TEACHER_PROMPT]))
+    assert own.partition("6 x 7?")[0] == there.partition("6 x 7?")[0], "whatever stands before the task"
