@@ -8,16 +8,20 @@ read there is the step before.)
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from app.interruption import Interrupted, received
 from app.strategies.shards import gathers, is_sharded, take_buffers, without_storage
 from app.tree import quantised_layers, whole_weights
 from datamodules.inference.export import WeightParts, base_model, weight_parts
 
+AT_ONCE_MIB = 16
+"""What may be read in a hurry: some 30,000 rows of metrics, with which a page of them takes two or three seconds."""
 _BLOCK = 1 << 16  # bytes that are read at a time
 
 
@@ -27,6 +31,12 @@ def run_dir(trainer: Trainer) -> Path:
     A collective: call it on all ranks or on none (Lightning broadcasts rank 0's answer).
     """
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def is_hurried(exception: BaseException) -> bool:
+    """Whether SIGTERM ends the run, behind which a scheduler kills within seconds."""
+    asked = exception.signum if isinstance(exception, Interrupted) else received()
+    return asked == signal.SIGTERM
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:

@@ -1,8 +1,9 @@
 """Pictures of a run, drawn when it ends (or is interrupted): reward, where the time went, the prefix tree of a batch.
 
 Promises: `reward_curve.png`, `step_time.png` and `tree.png` in the run directory, drawn from `metrics.csv` and the last
-batch's tree; a picture that has no data is named in a warning, except where the run was interrupted. `fast_dev_run`,
-for which Lightning logs nothing, draws nothing. Only global rank 0 draws.
+batch's tree; a picture that has no data is named in a warning, except where the run was interrupted; behind SIGTERM
+they are left to the end of the run that goes on, where much would have to be read (`callbacks.base.AT_ONCE_MIB`), which
+a line says. `fast_dev_run`, for which Lightning logs nothing, draws nothing. Only global rank 0 draws.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from app.interruption import end_of
 from app.text import reason
-from callbacks import figures
+from callbacks import base, figures
 from callbacks.base import run_dir
 
 TIME_PARTS = {  # label -> metrics that add up to it, bottom of the stack first
@@ -67,8 +68,17 @@ class Pictures(Callback):
             rank_zero_warn(f"Pictures: {file} not drawn: {needs}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt) or end_of(exception) is not None:
-            self._draw(trainer, pl_module)
+        if not isinstance(exception, KeyboardInterrupt) and end_of(exception) is None:
+            return
+        files = [] if self._directory is None else self._directory.glob("metrics*.csv")
+        mib = sum(file.stat().st_size for file in files) / 2**20
+        if base.is_hurried(exception) and mib > base.AT_ONCE_MIB:
+            pl_module.print(
+                f"Pictures: not drawn, as SIGTERM leaves little time and {mib:,.0f} MiB would be read for them; they"
+                " are when the run goes on and ends"
+            )
+            return
+        self._draw(trainer, pl_module)
 
     def _draw(self, trainer: Trainer, module: Any) -> dict[str, str]:
         """Draws what can be drawn; what cannot, and what it lacks, by file."""

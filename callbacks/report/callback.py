@@ -4,7 +4,7 @@ Promises: `report.jsonl` in the run directory, complete lines at any time: the p
 first, second, fourth, eighth ... rollout batch and of the last, and every validation's rewards and generated tokens by
 prompt, with how many episodes were asked for; of a run that goes on also from which step, since what an earlier launch
 did behind it is no part of the run; `report.html` at the end of `fit`, or when it is interrupted (`arborist
-look` makes it at any time), but for SIGTERM, behind which a scheduler kills: where more than `_AT_ONCE_MIB` have to be
+look` makes it at any time), but for SIGTERM, behind which a scheduler kills: where more than `AT_ONCE_MIB` have to be
 read for the page it is left to `arborist look`, which a line says. A page that cannot be made is a warning, never the
 end of a run. Only global rank 0 writes; nothing is drawn before the end.
 """
@@ -12,7 +12,6 @@ end of a run. Only global rank 0 writes; nothing is drawn before the end.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from app.batch import RolloutBatch
-from app.interruption import Interrupted, end_of, received
+from app.interruption import end_of
+from callbacks import base
 from callbacks.base import append_lines, run_dir
 from callbacks.report.moments import batch_moment, transcript
 from callbacks.report.runs import is_run, report_bytes
 from modules.episodes import call_rewards, earned, episode_prompts
 
 FILE, PAGE = "report.jsonl", "report.html"
-_AT_ONCE_MIB = 16  # some 30,000 rows of metrics, with which the page takes two or three seconds
 _FOLLOWED = 8  # held-out prompts whose replies are kept, the same ones in every validation
 
 
@@ -107,8 +106,7 @@ class Report(Callback):
         if not ended or self._directory is None:
             return
         if self._latest is not None or is_run(self._directory):  # else it ended before there was anything to show
-            asked = exception.signum if isinstance(exception, Interrupted) else received()
-            self._finish(trainer, hurried=asked == signal.SIGTERM)
+            self._finish(trainer, hurried=base.is_hurried(exception))
 
     def _finish(self, trainer: Trainer, hurried: bool = False) -> None:
         if not trainer.is_global_zero or self._directory is None or trainer.state.fn != "fit":
@@ -118,7 +116,7 @@ class Report(Callback):
         self._write_batch(trainer)
         self._latest = None
         mib = report_bytes(self._directory) / 2**20
-        if hurried and mib > _AT_ONCE_MIB:
+        if hurried and mib > base.AT_ONCE_MIB:
             trainer.lightning_module.print(
                 f"Report: {PAGE} is not written, as SIGTERM leaves little time and {mib:,.0f} MiB would be read for it;"
                 f" 'arborist look {self._directory}' makes it"

@@ -14,8 +14,7 @@ import torch
 from app.batch import CALL_REWARD, EvalHandle, RolloutBatch, StepHandle
 from app.cli import main
 from app.interruption import End, Interrupted
-from callbacks import Report, ValidateEnds
-from callbacks.report import callback
+from callbacks import Report, ValidateEnds, base
 from tests.helpers import tiny_run
 from tests.helpers.recorded_samples import byte_tokenizer
 from tests.helpers.tiny_run import TinyData, TinyModule, trainer
@@ -113,7 +112,7 @@ def test_a_long_run_that_is_preempted_leaves_its_page_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C leaves time for it; what the page is made from is written in any case."""
-    monkeypatch.setattr(callback, "_AT_ONCE_MIB", 0)
+    monkeypatch.setattr(base, "AT_ONCE_MIB", 0)
     interrupt(tmp_path / "patient", signal.SIGINT)
     assert (tmp_path / "patient" / "report.html").exists() and "look" not in capsys.readouterr().out
     run = tmp_path / "run"
