@@ -49,7 +49,7 @@ TEACHER_PROMPT = "teacher_prompt"
 """Key of a training sequence's metadata with token ids that a teacher is shown in place of what stands before the first
 trained token: a richer prompt, for a policy that teaches itself. An empty list where there is nothing to show: the
 sequence is not taught."""
-LEFT_OUT = "left_out"
+LEFT_OUT = "left_out_of_training"
 """Key of a training sequence's metadata with why its episode teaches nothing, in a few words, though it counts where
 its group is compared: its sequences are in no step."""
 UNTRAINABLE_CALLS = "untrainable_calls"

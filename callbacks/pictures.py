@@ -75,7 +75,7 @@ class Pictures(Callback):
         if base.is_hurried(exception) and mib > base.AT_ONCE_MIB:
             pl_module.print(
                 f"Pictures: not drawn, as SIGTERM leaves little time and {mib:,.0f} MiB would be read for them; they"
-                " are when the run goes on and ends"
+                " are drawn when the run goes on and ends"
             )
             return
         self._draw(trainer, pl_module)

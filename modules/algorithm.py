@@ -215,7 +215,8 @@ class Algorithm:
             ValueError: two of them say otherwise; the reference is asked once.
         """
         soft = [choice for _, choice in self.loss_costs if choice.needs & set(SOFT_INPUTS)]
-        said = {c.name: c.options.get("k", LIKELIEST) for c in soft if "k" in inspect.signature(c.function).parameters}
+        takes = {c.name: (c, inspect.signature(c.function).parameters) for c in soft}
+        said = {name: c.options.get("k", given["k"].default) for name, (c, given) in takes.items() if "k" in given}
         if len(set(said.values())) > 1:
             told = " and ".join(f"{count} of {name}" for name, count in said.items())
             raise ValueError(f"regularisers: options: k: {told}, and the reference is asked once: set the same in each")

@@ -64,8 +64,8 @@ def taking_part(batch: RolloutBatch, sequences: list[int], comparing: str) -> li
         i = next(i for i in sequences if LEFT_OUT in batch.metadata[i])
         raise BatchError(
             f"RolloutBatch.metadata: an episode of prompt '{batch.prompt_ids[i]}' is left out of training"
-            f" ({batch.metadata[i][LEFT_OUT]}), and objective={comparing} compares all episodes of a group; take a"
-            " data.filter that leaves out whole groups (TooManyTruncated), or another objective"
+            f" ({batch.metadata[i][LEFT_OUT]}), and objective={comparing} compares all episodes of a group; take"
+            " another objective or, for rollouts, a data.filter that leaves out whole groups (TooManyTruncated)"
         )
     return found if found and bool(batch.loss_mask[batch.flat_index(found)].any()) else []
 

@@ -119,6 +119,7 @@ class PolicyModule(TreeModule):
 
     want: tuple[str, ...] = ("logprobs", "entropy")
     has_critic = False
+    may_idle = True  # where all episodes of a batch that have trained tokens are left out of training
     default_advantage = "grpo"
 
     def __init__(

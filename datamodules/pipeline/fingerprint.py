@@ -80,9 +80,9 @@ def of_play(
     made |= {f"limits.{name}": str(getattr(limits, name)) for name in _OF_PLAY}
     if rewards is not None:
         made |= {f"reward_options.{name}": str(getattr(rewards, name)) for name in ("deadline_s", "on_failure")}
-    made[f"{_VALIDATION}.solved_at"] = str(validation.solved_at)  # of training's metrics, too
     if validation.prompts is not None:
-        made |= {f"{_VALIDATION}.{name}": str(getattr(validation, name)) for name in ("samples", "temperature")}
+        options = ("samples", "temperature", "solved_at")
+        made |= {f"{_VALIDATION}.{name}": str(getattr(validation, name)) for name in options}
         made |= of_object(f"{_VALIDATION}.answer", validation.answer)
     return made
 

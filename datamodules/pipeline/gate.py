@@ -40,7 +40,7 @@ _KEPT = ("accepted", *_LEFT, "truncated")
 def unaccounted(counters: Mapping[str, int]) -> int:
     """Groups admitted that `counters` (of a gate, a checkpoint or a log) have lost sight of: 0, or there is a bug."""
     known = counters["trained"] + counters["queued"] + counters["running"]
-    return counters["admitted"] - known - sum(counters[name] for name in _LEFT)
+    return counters["admitted"] - known - sum(counters.get(name, 0) for name in _LEFT)  # older ones have not all
 
 
 class StalenessGate:

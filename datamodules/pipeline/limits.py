@@ -17,6 +17,7 @@ from app import checks
 
 _log = logging.getLogger(__name__)
 _MAX_FILTERED = 1000
+_MOST_REST = 1000  # where everything rests, all prompts so often are dealt for nothing, and none is played meanwhile
 _MAX_ALIKE = 8  # groups that fail in one way before any has come through
 _VARIES = re.compile(r"\S*/\S+|[0-9a-f]{12,}")  # paths and ids, in what fails in the same way
 _MAX_SKIPPED = 10_000  # prompts too long in a row; they cost no generation
@@ -65,6 +66,7 @@ class Limits:
             )
         checks.at_least(1, {"limits.max_failures": self.max_failures, "limits.max_filtered": self.max_filtered})
         checks.at_least(1, {"limits.rest": self.rest})
+        checks.at_most(_MOST_REST, {"limits.rest": self.rest})
         checks.at_least(1, {"limits.max_concurrent": self.max_concurrent})
         checks.at_most(MOST_EPISODES, {"limits.max_concurrent": self.max_concurrent})
         checks.one_of("limits.long_prompts", self.long_prompts, get_args(LongPrompts))

@@ -79,7 +79,7 @@ class Tally:
             found |= {"solved": self._solved / self._groups, "unsolved": self._unsolved / self._groups}
             found["flat"] = self._flat / self._groups
         if self._left_out:
-            found[LEFT_OUT] = self._left_out / self._episodes
+            found["left_out"] = self._left_out / self._episodes
         if self._untrainable:
             found[UNTRAINABLE_CALLS] = self._untrainable / self._episodes
         if self.placeholders_sampled:

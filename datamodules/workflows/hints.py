@@ -78,8 +78,9 @@ class Hints:
                 f"{self._name}: {which} of several can always be filled, so that those behind it are never shown; put"
                 " it last, or remove them"
             )
-        self._solved_at = (1.0 if solved_at is None else solved_at) - ROUNDING
-        self._encode, self._quoted = encode, quoted
+        self._least = (1.0 if solved_at is None else solved_at) - ROUNDING
+        # By other names than the arguments': else they would count as settings of the workflow, as the texts do.
+        self._encoded, self._quotes = encode, quoted
         self._told = False
 
     @classmethod
@@ -115,7 +116,7 @@ class Hints:
             ValueError: no room behind them for the longest reply, which is asked before there is one, lest long replies
                 alone be dropped; pictures, or no user message that the hint belongs into.
         """
-        tokens = list(self._encode(self._hinted(prompt, next(iter(self._templates.values())), {})))
+        tokens = list(self._encoded(self._hinted(prompt, next(iter(self._templates.values())), {})))
         if len(tokens) + max_new_tokens > max_context:
             raise ValueError(
                 f"{self._name}: prompt '{prompt.id}' has {len(tokens)} tokens with its hint, which leaves no room for"
@@ -149,17 +150,17 @@ class Hints:
 
     def _solved(self, others: Sequence[Trajectory]) -> str:
         """What the first of these said that was right."""
-        right = (one for one in others if one.reward >= self._solved_at)
+        right = (one for one in others if one.reward >= self._least)
         said = (said_aloud(str(one.metadata["completion"])).strip() for one in right)
         return next((text for text in said if text), "")
 
     def _first(self, prompt: Prompt, found: Mapping[str, str], room: int) -> list[int]:
         known = {name for name, text in found.items() if text}
-        found = {name: self._quoted(prompt, well_formed(text)) for name, text in found.items()}
+        found = {name: self._quotes(prompt, well_formed(text)) for name, text in found.items()}
         for template in self._templates.values():
             if not template.names & {*_OF_GROUP} <= known:
                 continue
-            tokens = list(self._encode(self._hinted(prompt, template, found)))
+            tokens = list(self._encoded(self._hinted(prompt, template, found)))
             if len(tokens) <= room:
                 return tokens
             if not self._told:

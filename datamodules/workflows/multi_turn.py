@@ -58,7 +58,8 @@ class MultiTurnWorkflow:
         hint: what a teacher reads in place of the prompt's text, or of its last user message, at the beginning of the
             whole episode; as of `RLVRWorkflow`, {solved} being the last reply of another episode. With sequences
             "whole".
-        hint_solved_at: least reward of an episode whose reply is shown as {solved}; None for 1.0.
+        hint_solved_at: least reward of an episode whose reply is shown as {solved}; None for 1.0, which with a
+            `turn_discount` only the first reply can earn.
         template_options: further arguments of the chat template, such as `{enable_thinking: false}`.
 
     Raises:

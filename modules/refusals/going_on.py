@@ -49,10 +49,13 @@ def check_states(checkpoint: Mapping[str, Any], given: Mapping[str, Any], kind: 
     if changed:
         module, _, name = str(new).rpartition(".")
         schedule = getattr(sys.modules.get(module), name, None)
-        # Functions are no part of a schedule's state, nor what they were made of.
+        # Plain functions are no part of a schedule's state; what else one's own code makes of an option, nobody knows.
         by_functions = not isinstance(schedule, type) or issubclass(schedule, LambdaLR | MultiplicativeLR)
-        ignored = f", which has no effect: the schedule goes on as in the checkpoint; {_ANOTHER} schedule"
-        rank_zero_warn(f"model.lr_scheduler: {', '.join(changed)}{' from here on' if by_functions else ignored}")
+        applied = ", which applies as far as it is no part of the schedule's state: that goes on as in the checkpoint"
+        ignored = ", which has no effect: the schedule goes on as in the checkpoint"
+        rank_zero_warn(
+            f"model.lr_scheduler: {', '.join(changed)}{applied if by_functions else ignored}; {_ANOTHER} schedule"
+        )
 
 
 def check_schedules(trainer: Any) -> None:
@@ -113,16 +116,19 @@ def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mappi
         model, data: hyper-parameters of this run's.
     """
     before, after = dict(saved.get("hyper_parameters", {})), dict(model)
-    if _is_copy(before.get("reference")) and _is_copy(after.get("reference")):
-        first, second = before.pop("reference"), after.pop("reference")
-        if _in_words(first) != _in_words(second):
-            rank_zero_warn(
-                f"ckpt_path: model.reference was {first} and is {second}, which has no effect: the reference's weights"
-                f" are in the checkpoint; {_ANOTHER}"
-            )
+    first, second = before.pop("reference", None), after.pop("reference", None)
+    one, other = _place(first), _place(second)
+    if one and other and one != other:
+        rank_zero_warn(
+            f"ckpt_path: model.reference was {one} and is {other}, which has no effect: the reference's weights are in"
+            f" the checkpoint; {_ANOTHER}"
+        )
     trainers = [remembered.get("trainer") or {} for remembered in (saved.get("datamodule_hyper_parameters", {}), data)]
     then, now = ({name: one[name] for name in _OF_TRAINER if name in one} for one in trainers)
     told = [*_changes("model", before, after), *_changes("trainer", then, now)]
+    alike = isinstance(first, Mapping) and isinstance(second, Mapping) and bool(one) == bool(other)
+    if alike or not (one and other):
+        told += _changes("model.reference", first if alike else str(first), second if alike else str(second))
     if told:
         rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
 
@@ -145,7 +151,8 @@ def _in_words(value: Any) -> str:
     return json.dumps(value, default=lambda _: "an object")
 
 
-def _is_copy(reference: Any) -> bool:
-    """Whether a checkpoint has the weights of such a reference: those of a teacher on a server it has not, nor has it
-    any of a policy without its adapters."""
-    return reference == "initial" or (isinstance(reference, Mapping) and "url" not in str(reference))
+def _place(reference: Any) -> str:
+    """Where the weights of a reference came from that a checkpoint has a copy of; "" for a teacher on a server, a
+    policy without its adapters, or none."""
+    given = (reference.get("init_args") or reference) if isinstance(reference, Mapping) else {}
+    return "initial" if reference == "initial" else str(given.get("path") or given.get("config") or "")

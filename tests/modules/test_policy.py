@@ -219,7 +219,7 @@ def test_generated_but_untrained_tokens_change_nothing() -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_episodes_that_are_left_out_count_in_their_group(minibatches: int) -> None:
-    """One of a single turn and one of three; nothing of theirs is computed."""
+    """One of a single turn and one of three; nothing of theirs is in the steps."""
     batch, plain = make_batch(), make_batch()
     chosen = {1, 8}
     for about, episode in zip(batch.metadata, batch.episode_ids.tolist(), strict=True):
@@ -237,6 +237,20 @@ def test_episodes_that_are_left_out_count_in_their_group(minibatches: int) -> No
     assert sum(step["tokens/dense"] for step in steps) == sum(of_each)
     rewards = dict(zip(plain.episode_ids.tolist(), plain.rewards.tolist()))
     assert all(step["reward"] == pytest.approx(sum(rewards.values()) / 9) for step in steps)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dta"])
+def test_a_batch_that_is_left_out_moves_nothing(strategy: str) -> None:
+    """Not even momentum; the one step that it is."""
+    batches = [make_batch(0), make_batch(1)]
+    batches[1].metadata[:] = [{LEFT_OUT: "truncated"} for _ in batches[1].metadata]
+    module = PolicyModule(source(), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))
+    alone = PolicyModule(source(), optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))
+    made = (lambda: {"strategy": DTAStrategy()}) if strategy == "dta" else dict
+    steps = fit(module, batches, **made())
+    fit(alone, batches[:1], **made())
+    assert_same(module.policy, alone.policy, atol=0)
+    assert steps[1]["grad_norm"] == steps[1]["tokens/dense"] == 0
 
 
 def test_objectives_that_compare_episodes_take_all() -> None:

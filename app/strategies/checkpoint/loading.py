@@ -1,7 +1,7 @@
 """Checkpoints as ranks read them together.
 
-Promises: what one rank finds (damage, another model) ends the run on all of them; a rank that is to get its weights
-from rank 0 reads none.
+Promises: what one rank finds (damage, another model) ends the run on all of them, and so does another checkpoint than
+rank 0's; a rank that is to get its weights from rank 0 reads none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,23 @@ def read(path: Path, ranks: Communicator, read_file: Callable[[], Any], weights:
     checking of a directory's bytes. `weights`: whether this rank wants those of the model.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: it is damaged, or no checkpoint; ranks were given different ones.
     """
+    same = f"they read one directory, and each chooses: name {path.parent}/NAME.ckpt in --ckpt_path"
+    _equal(ranks, path.name, same)
     if path.is_dir():
         _together(path, ranks, lambda: check(path, ranks.rank, ranks.size))
         read_file = lambda: put_together(path, checked=True, weights=weights)  # noqa: E731
     contents: dict[str, Any] = _together(path, ranks, read_file)
+    _equal(ranks, f"{path.name} of step {contents.get('global_step')}", same)
     return contents
+
+
+def _equal(ranks: Communicator, checkpoint: str, remedy: str) -> None:
+    try:
+        ranks.require_equal(checkpoint, "ckpt_path: the checkpoints that are loaded", remedy)
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _together(path: Path, ranks: Communicator, read: Callable[[], Any]) -> Any:

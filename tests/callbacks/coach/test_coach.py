@@ -110,7 +110,6 @@ SITUATIONS: list[tuple[str, dict[str, Any], Facts, str]] = [
     ("no_signal", {"rollouts/flat": 0.97, "rollouts/solved": 0.0, "rollouts/unsolved": 0.97}, SERVERS, "easier"),
     ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8), "datamodules.filters.NoSignal"),
     ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8, filtered=True), "data.limits.rest: 7"),
-    ("no_signal", {"rollouts/flat": 1.0}, Facts(group_size=8, filtered=True, rests=True), "or end here"),
     ("entropy_collapses", {"entropy": 0.01}, replace(EMBEDDED, clip_high=0.2), "clip_high"),
     ("replies_cut", {"rollouts/truncated": "+60n"}, EMBEDDED, "max_new_tokens"),
     ("length_runs_away", {"rollouts/length": 130.0, "rollouts/reward": 0.3}, EMBEDDED, "overlong"),
@@ -373,3 +372,14 @@ def test_a_reward_that_fails(tmp_path, monkeypatch) -> None:
 def test_replies_that_are_cut(tmp_path, monkeypatch) -> None:
     lines = quickstart(tmp_path / "run", monkeypatch, "--data.workflow.init_args.max_new_tokens", "1")
     assert "replies_cut" in {one["rule"] for line in lines for one in line["advice"]}
+
+
+def test_rest_is_not_advised_twice() -> None:
+    """Nor to runs without a filter, which leave out nothing."""
+    for facts, advises in (
+        (Facts(group_size=8, filtered=True), True),
+        (Facts(group_size=8, filtered=True, rests=True), False),
+        (Facts(group_size=8), False),
+    ):
+        (found,) = [one for one in advise(history(**{"rollouts/flat": 1.0}), facts) if one.rule == "no_signal"]
+        assert ("data.limits.rest" in found.remedy) is advises

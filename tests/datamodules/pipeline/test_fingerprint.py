@@ -225,6 +225,11 @@ def test_agents_and_judges_are_known_by_their_settings() -> None:
         "workflow.temperature",
         "workflow.untrainable",
     }
+    hinted = [
+        fingerprint.of_object("workflow", RLVRWorkflow(4, hint="{solved}", hint_solved_at=least))
+        for least in (0.5, 1.0)
+    ]
+    assert changed(*hinted) == {"workflow.hint_solved_at"}
     assert changed(agent(), agent(override_sampling=True)) == {"workflow.override_sampling"}, "as it is written"
     assert changed(judge(1), judge(2)) == {"reward.repeats"}
     assert "password" not in str(judge(1)) and "JudgeModel(" in judge(1)["reward.model"]

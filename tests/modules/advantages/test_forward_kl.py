@@ -255,6 +255,7 @@ def test_a_cost_without_a_count_takes_that_of_the_others() -> None:
     ours, own = Regulariser("forward_kl", 1.0, options={"k": 3}), Regulariser(follows, 1e-9)
     assert Algorithm(regularisers=[ours, own]).likeliest == Algorithm(regularisers=[own, ours]).likeliest == 3
     assert Algorithm(regularisers=[own]).likeliest == 20 and Algorithm().likeliest == 0
+    assert Algorithm(regularisers=[Regulariser(follows_some, 1.0)]).likeliest == 5, "its own default"
     with pytest.raises(ValueError, match=r"k: 3 of forward_kl and 5 of .*follows_some, and the reference is"):
         PolicyModule(
             source(), regularisers=[ours, Regulariser(follows_some, 1.0, options={"k": 5})], reference="initial"

@@ -46,26 +46,30 @@ def told(call: Any, *given: Any) -> list[str]:
     ],
 )
 def test_what_a_changed_schedule_does_is_told(path: str, option: str, applies: bool) -> None:
-    """Only what its state holds goes on: not functions, and what they were made of."""
+    """What its state holds goes on: not plain functions, and what they were made of."""
     then, now = ({"lr_scheduler": {"class_path": path, "init_args": {option: value}}} for value in (3, 7))
     (line,) = told(check_states, {"hyper_parameters": then, "optimizer_states": []}, now, PolicyModule)
     assert line.startswith(f"model.lr_scheduler: {option} was 3 and is 7")
-    assert line.endswith("from here on") is applies and ("has no effect" in line) is not applies
+    assert ("applies as far as" in line) is applies and ("has no effect" in line) is not applies
     assert told(check_states, {"hyper_parameters": now, "optimizer_states": []}, now, PolicyModule) == []
+
+
+SERVER = {"class_path": "modules.TeacherServer", "init_args": {"url": "one"}}
+NO_EFFECT = "which has no effect: the reference's weights are in the checkpoint"
 
 
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        ("initial", {"path": "a"}, "model.reference was initial and is {'path': 'a'}, which has no effect"),
-        ({"path": "b"}, {"path": "a"}, "which has no effect: the reference's weights are in the checkpoint"),
-        ({"path": "a"}, "initial", "is initial, which has no effect"),
-        (
-            {"class_path": "modules.TeacherServer", "init_args": {"url": "one"}},
-            {"class_path": "modules.TeacherServer", "init_args": {"url": "two"}},
-            "goes on with other settings: model.reference.init_args.url was one and is two",
-        ),
+        ("initial", {"path": "a"}, f"model.reference was initial and is a, {NO_EFFECT}"),
+        ({"path": "m/curl"}, {"init_args": {"path": "a"}}, f"model.reference was m/curl and is a, {NO_EFFECT}"),
+        ({"path": "a"}, "initial", f"model.reference was a and is initial, {NO_EFFECT}"),
+        ({"path": "a"}, {"path": "a", "dtype": "bfloat16"}, ""),
+        ({"path": "a", "dtype": None}, {"path": "a", "dtype": "bfloat16"}, "model.reference.dtype was None and is bf"),
+        (SERVER, {**SERVER, "init_args": {"url": "two"}}, "model.reference.init_args.url was one and is two"),
+        ("base", SERVER, "model.reference was base and is {'class_path': "),
         ({"path": "a"}, {"path": "a"}, ""),
+        (SERVER, {"path": "a"}, "and is {'path': 'a'}"),
     ],
 )
 def test_another_reference_is_told(then: Any, now: Any, said: str) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from app.strategies.checkpoint.checkpoints import CheckpointWriter, pack, unpack
+from app.strategies.checkpoint.checkpoints import CheckpointError, CheckpointWriter, pack, unpack
+from app.strategies.checkpoint.loading import read
 from app.strategies.checkpoint.optimizer_state import load_sharded, save_sharded
 from app.strategies.pieces import Piece, load_pieces, load_whole
 from app.strategies.ranks.collectives import Communicator
@@ -154,6 +155,29 @@ def absent(directory: Path) -> str:
             message = str(error)
     dist.barrier()
     return message
+
+
+def apart(directory: Path, same_name: bool) -> str:
+    """The ranks read checkpoints of their own, in a directory of each."""
+    rank = dist.get_rank()
+    saving = writer()
+    empty: dict[str, Any] = {"state_dict": {}, "tied_weights": {}, "transformers_models": {}}
+    for number in range(2):
+        name = "last.ckpt" if same_name or number == 0 else "last-v1.ckpt"
+        (directory / str(number)).mkdir(exist_ok=True)
+        saving.save(
+            directory / str(number) / name,
+            pack({"global_step": number, **empty}),
+            rows(torch.ones(4), communicator()),
+        )
+        saving.wait(SECONDS)
+    dist.barrier()
+    (path,) = (directory / str(rank)).glob("last*.ckpt")
+    try:
+        read(path, communicator(), lambda: {}, weights=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def removed(path: Path) -> str:

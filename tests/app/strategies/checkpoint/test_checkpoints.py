@@ -101,6 +101,17 @@ def test_a_rank_that_does_not_come_is_waited_for_by_name(two_ranks: RankPool, tm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("same_name", [False, True])
+def test_ranks_that_chose_different_checkpoints_do_not_go_on(
+    two_ranks: RankPool, tmp_path: Path, same_name: bool
+) -> None:
+    """By their names before they are read, by their steps behind that."""
+    has = ("last.ckpt of step 0", "last.ckpt of step 1") if same_name else ("last.ckpt", "last-v1.ckpt")
+    for message in two_ranks.run(jobs.apart, directory=tmp_path, same_name=same_name):
+        assert message.startswith("ckpt_path: the checkpoints that are loaded differ between ranks: rank 0 has")
+        assert f"'{has[0]}' where rank 1 has '{has[1]}'" in message and "NAME.ckpt in --ckpt_path" in message
+
+
 def test_only_checkpoints_are_deleted(one_rank: RankPool, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
