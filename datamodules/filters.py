@@ -3,7 +3,7 @@
 A filter is any object with `reason(group) -> str | None`: why the group is left out, or None to keep it. The producer
 drops and counts (`dropped_filtered`) what a filter names a reason for, and rolls out more prompts in its place. Where
 it has a method `left_out(group) -> {episode id: why}`, these episodes of a group that is kept count in its statistics
-(its mean reward, say) and are not trained on themselves.
+(its mean reward, say) and are not trained on themselves; a group of which nothing is left is left out.
 
 Promises: the filters here are pure functions of the group; they judge episodes, not turns (an episode of 20 sequences
 counts once, by its reward and those of its single calls together, as advantages do), and their reasons say what was
@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
+
+import torch
 
 from app import checks
 from app.batch import LEFT_OUT, Trajectory
@@ -110,12 +111,11 @@ class TooManyTruncated(GroupFilter):
 class LeaveOutTruncated(GroupFilter):
     """Keeps groups, and leaves out of training their episodes that were cut off (finish reason "length"): their rewards
     still count in the group's statistics. DAPO's overlong filtering (Yu et al. 2025, section 3.4). Not for objectives
-    that compare episodes (dpo, tba). A group all of whose episodes were cut off is left out.
+    that compare episodes (dpo, tba).
     """
 
     def reason(self, group: Group) -> str | None:
-        episodes = len(episode_rewards(group))
-        return f"truncated: all of its {episodes} episodes" if len(self.left_out(group)) == episodes else None
+        return None
 
     def left_out(self, group: Group) -> dict[int, str]:
         return {one.episode_id: "truncated" for one in group.trajectories if one.finish_reason == "length"}
@@ -149,9 +149,9 @@ class LeaveOutRepetitive(GroupFilter):
 
     def _loops(self, one: Trajectory) -> bool:
         sampled = one.behavior_logprobs[one.versions >= 0]  # whatever stands between two replies
-        hesitates = (sampled <= math.log(self.probability)).nonzero()[:, 0].tolist()
-        edges = [-1, *hesitates, len(sampled)]
-        return any(after - before > self.window for before, after in pairwise(edges))
+        hesitates = (sampled <= math.log(self.probability)).nonzero()[:, 0]
+        edges = torch.cat([torch.tensor([-1]), hesitates, torch.tensor([len(sampled)])])
+        return bool((edges.diff() > self.window).any())
 
 
 class Filters(GroupFilter):

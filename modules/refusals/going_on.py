@@ -126,9 +126,10 @@ def tell_changes(saved: Mapping[str, Any], model: Mapping[str, Any], data: Mappi
     trainers = [remembered.get("trainer") or {} for remembered in (saved.get("datamodule_hyper_parameters", {}), data)]
     then, now = ({name: one[name] for name in _OF_TRAINER if name in one} for one in trainers)
     told = [*_changes("model", before, after), *_changes("trainer", then, now)]
-    alike = isinstance(first, Mapping) and isinstance(second, Mapping) and bool(one) == bool(other)
-    if alike or not (one and other):
-        told += _changes("model.reference", first if alike else str(first), second if alike else str(second))
+    if isinstance(first, Mapping) == isinstance(second, Mapping) and bool(one) == bool(other):
+        told += _changes("model.reference", first, second)
+    elif not (one and other):  # of two kinds, whose options have nothing to do with each other
+        told += _changes("model.reference", str(first), str(second))
     if told:
         rank_zero_warn(f"ckpt_path: the run goes on with other settings: {'; '.join(told)}")
 

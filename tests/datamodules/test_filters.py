@@ -143,7 +143,7 @@ def test_truncated_episodes_teach_nothing() -> None:
         *["truncated"] * 2,
     ]
     every = group((1.0, "length"), (0.0, "length"))
-    assert decide(LeaveOutTruncated(), every) == "truncated: all of its 2 episodes"
+    assert decide(LeaveOutTruncated(), every) == "all of its 2 episodes are left out: truncated"
     assert decide(Everything(), group((1.0, "stop"))) == "'p3' is left out, as everything is"
     for wrong in ([0], {7: "unknown"}, {0: ""}):
         own = type(

@@ -129,8 +129,7 @@ def _rolled_out(config: Path, arguments: argparse.Namespace, out: Path) -> Rollo
     data = yaml.safe_load(shown.stdout)["data"]["init_args"]
     unfiltered = "" if data.get("filter") is None else ", without data.filter"
     if unfiltered:  # it would leave out the groups that are to be counted; its limits have no effect without it
-        limits = (f"--data.limits.{name}" for name in ("max_filtered", "rest"))
-        command += ["--data.filter", "null", *(word for option in limits for word in (option, "null"))]
+        command += ["--data.filter", "null", "--data.limits.max_filtered", "null", "--data.limits.rest", "null"]
     episodes = int(data.get("batch_size", 1)) * int(data.get("group_size", 1))
     batches = max(2, math.ceil(arguments.episodes / episodes))
     command += ["--trainer.limit_predict_batches", str(batches), "--data.batches_per_epoch", str(batches)]
