@@ -8,7 +8,6 @@ named, and what they are called with: `app.functions`.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -25,7 +24,7 @@ from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes
 from modules.objectives import OBJECTIVES, traits_of
 from modules.objectives.calls import check_alone, check_untrained, marked, shaped, with_stats
-from modules.regularisers import LIKELIEST, REGULARISERS
+from modules.regularisers import LIKELIEST, REGULARISERS, Coef, Coefs
 
 Proximal = Literal["sampler", "recomputed", "interpolated"]
 PROXIMAL = ("sampler", "recomputed", "interpolated")
@@ -73,7 +72,7 @@ SOFT_INPUTS = ("soft", "teacher_soft")
 SEQUENCE_INPUTS = ("episodes", "turns")  # of costs in the reward, from the batch itself
 REWARD_INPUTS = ("logprobs", "reference", "mask", "cu_seqlens", *SEQUENCE_INPUTS)
 CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
-ADVANTAGE_INPUTS = ("batch", "values", "token_rewards")
+ADVANTAGE_INPUTS = ("batch", "values", "entropy", "token_rewards")
 LOGGED = (
     *("step", "epoch", "loss", "reward", "entropy", "approx_kl", "teacher_mass", "grad_norm", "lr"),
     *("staleness", "staleness_max", "mismatch_kl", "logprob_diff_max"),
@@ -93,7 +92,7 @@ class Regulariser:
     Attributes:
         name: kl, kl_weighted, forward_kl, entropy or overlong (docs/algorithms.md, the files of modules/regularisers);
             or the import path of your own.
-        coef: its weight, above 0: the cost is made small.
+        coef: its weight, above 0: the cost is made small; or a rule by which that changes (`Coef`).
         where: "loss" adds coef x cost to each token's loss; "reward" takes it from the reward before advantages are
             computed.
         options: of the function.
@@ -103,7 +102,7 @@ class Regulariser:
     """
 
     name: Function
-    coef: float
+    coef: float | Coef
     where: Literal["loss", "reward"] = "loss"
     options: dict[str, Any] | None = None
 
@@ -124,6 +123,7 @@ class Algorithm:
         whole_step: the objective sees all sequences of an optimizer step at once.
         objective_metrics: names of what `losses` returns to be logged. metrics: those and what `costs` adds.
         penalties: names of the episode means that `token_rewards` returns.
+        coefs: by regulariser and penalty. measured: by penalty, the mean cost of the last batch's trained tokens.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -156,14 +156,17 @@ class Algorithm:
             self.correction = _at_level_of(self.correction, self.traits.sequence_ratio)
         self.loss_costs = [(r, self._cost(r)) for r in regularisers if r.where == "loss"]
         self.reward_costs = [(r, self._cost(r)) for r in regularisers if r.where == "reward"]
+        self.penalties = tuple(f"penalty/{choice.name}" for _, choice in self.reward_costs)
+        in_reward = {name: r.coef for name, (r, _) in zip(self.penalties, self.reward_costs)}
+        self.coefs = Coefs({choice.name: r.coef for r, choice in self.loss_costs} | in_reward, ["entropy"])
+        self.measured: dict[str, float | None] = {}
         given = {"advantage": advantage, "advantage_options": advantage_options}
         self._check(given, correction_options, regularisers, proximal)
         weighs = self.correction is not None or {"old", "behavior"} <= self.objective.needs
         self.proximal: Proximal = proximal or ("recomputed" if weighs else "sampler")
         self.objective_metrics = self._probe()
-        costs = (choice.name for _, choice in self.loss_costs)
-        self.metrics = (*self.objective_metrics, *(name for name in costs if name != "entropy"))  # is logged as it is
-        self.penalties = tuple(f"penalty/{choice.name}" for _, choice in self.reward_costs)
+        costs = (choice.name for _, choice in self.loss_costs if choice.name != "entropy")  # is logged as it is
+        self.metrics = (*self.objective_metrics, *costs)
 
     def check_group_size(self, option: str, episodes: int) -> None:
         """Raises ValueError for a group size, the data's `option`, that advantage or objective have nothing to say of.
@@ -198,7 +201,7 @@ class Algorithm:
         assert self.advantage is not None
         batch = _example_batch(episodes)
         zeros = torch.zeros(batch.num_tokens)
-        self.advantage({"batch": batch, "values": zeros, "token_rewards": zeros})
+        self.advantage({"batch": batch, "values": zeros, "entropy": zeros, "token_rewards": zeros})
 
     @property
     def needs(self) -> frozenset[str]:
@@ -236,19 +239,23 @@ class Algorithm:
         total, sums = call_rewards(batch), {}
         if self.reward_costs:
             inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
-        for name, (regulariser, choice) in zip(self.penalties, self.reward_costs):
+        for name, (_, choice) in zip(self.penalties, self.reward_costs):
             cost = shaped(choice(inputs), batch.tokens, choice)
-            penalty = regulariser.coef * _finite(cost, batch.loss_mask, batch, f"regularisers.{choice.name}", _BAD_COST)
-            total -= penalty
-            sums[name] = float(penalty.sum(dtype=torch.float64))
+            cost = _finite(cost, batch.loss_mask, batch, f"regularisers.{choice.name}", _BAD_COST)
+            total -= self.coefs[name] * cost
+            found = float(cost.sum(dtype=torch.float64))
+            sums[name] = self.coefs[name] * found
+            self.measured[name] = found / max(1, int(batch.loss_mask.sum()))
         return total, sums
 
-    def credit(self, batch: RolloutBatch, token_rewards: Tensor, values: Tensor | None = None) -> Estimate | Tensor:
+    def credit(
+        self, batch: RolloutBatch, token_rewards: Tensor, columns: Mapping[str, Tensor] | None = None
+    ) -> Estimate | Tensor:
         """Advantages (from an estimator for a critic also the returns), finite on trained tokens and 0 elsewhere.
 
         Args:
             token_rewards: float32 [T]; added to the episodes' rewards where the estimator does not take them apart.
-            values: float32 [T] of the critic, if there is one.
+            columns: float32 [T] by name, `values` and `entropy` where the estimator asks for them.
 
         Raises:
             BatchError: the estimator returned another shape, or numbers that are not finite, or wrote into the batch.
@@ -256,13 +263,14 @@ class Algorithm:
         assert self.advantage is not None, "asked for by the objective"
         if "token_rewards" not in self.advantage.needs and bool(token_rewards.any()):
             batch = with_rewards(batch, token_rewards)
-        given = {"token_rewards": token_rewards, **({} if values is None else {"values": values})}
+        given = {name: one for name, one in (columns or {}).items() if name in self.advantage.needs}
+        given["token_rewards"] = token_rewards
         read = {f"batch.{name}": tensor for name, tensor in batch.tensors().items()} | given
         # Of code that is not ours. Copies, since no counter knows of what is written by way of numpy; routes, the
         # largest, are no estimator's.
         kept = () if self._is_ours(self.advantage) else read.keys() - {"batch.route_table"}
         before = {name: read[name].clone() for name in kept}
-        credit = self.advantage({"batch": batch, "values": values, "token_rewards": token_rewards})
+        credit = self.advantage({"batch": batch, "values": None, **given})
         same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
         if written := next((name for name, tensor in before.items() if not same(read[name], tensor)), None):
             raise BatchError(
@@ -292,9 +300,10 @@ class Algorithm:
         """coef x cost of the regularisers in the loss, summed: [T], or 0.0 without any; and each cost [T] by name."""
         total: Tensor | float = 0.0
         stats = {}
-        for regulariser, choice in self.loss_costs:
+        for _, choice in self.loss_costs:
             cost = shaped(choice(vars(inputs)), inputs.mask, choice)
-            total = total + regulariser.coef * cost
+            if coef := self.coefs[choice.name]:
+                total = total + coef * cost
             stats[choice.name] = cost.detach()
         return total if isinstance(total, float) else marked(total, inputs.logprobs), stats
 
@@ -310,13 +319,6 @@ class Algorithm:
         choice = choose(
             "regularisers", regulariser.name, regulariser.options, REGULARISERS, inputs, "regularisers.options"
         )
-        coef: Any = regulariser.coef
-        if coef == 0:
-            raise ValueError(f"regularisers.{choice.name}: coef=0 has no effect; remove it or give it a weight")
-        if isinstance(coef, bool) or not isinstance(coef, int | float) or not 0 < coef < math.inf:
-            raise ValueError(
-                f"regularisers.{choice.name}: coef={coef!r} must be a finite number above 0: costs are made small"
-            )
         if regulariser.where == "loss":
             if not choice.needs & {"logprobs", "entropy", "soft"}:
                 raise ValueError(

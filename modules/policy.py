@@ -9,7 +9,7 @@ run only for what is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from app import checks
 from app.batch import TEACHER_PROMPT, EvalHandle, RolloutBatch
-from app.tree import FlatOutputs, SoftTargets, TreeEngine, on_device
+from app.tree import FlatOutputs, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, check_taught, shown, taught, views
+from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, asked, soft_targets, teach
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.episodes import episodes, group_sizes, taking_part
 from modules.evaluation import EvaluationMetrics, comparable, compare
@@ -61,9 +61,9 @@ class PolicyModule(TreeModule):
 
     Args:
         model: the policy's weights or configuration.
-        advantage: credit of tokens: grpo (the default), dr_grpo, rloo, reinforce_pp, reward, discounted, distill, tree;
-            with a critic gae (its default), gae_turn; or your own. Explained, as those of the next options are, on the
-            site (`make docs`; docs/algorithms.md) and in the files of modules/advantages.
+        advantage: credit of tokens: grpo (the default), dr_grpo, rloo, reinforce_pp, reward, discounted, distill, tree,
+            high_entropy; with a critic gae (its default), gae_turn; or your own. Explained, as those of the next
+            options are, on the site (`make docs`; docs/algorithms.md) and in the files of modules/advantages.
         advantage_options: of that function, by name.
         objective: loss of tokens: ppo_clip, decoupled_ppo, dapo, gspo, cispo, sapo, m2po, tba, reinforce, sft, dpo (the
             files of modules/objectives); or your own.
@@ -102,13 +102,14 @@ class PolicyModule(TreeModule):
 
     Logs, every optimizer step, over all ranks: reward (the mean over the batch's episodes: what is left after the
     datamodule's filter, so no learning curve with one; `rollouts/reward` is), loss, entropy, what objective, correction
-    and regularisers report, approx_kl (`old` against the policy, by k3), grad_norm, lr, staleness and staleness_max
-    (versions between sampling and training, of tokens that have one), tokens/*, tokens/s (dense tokens of all ranks by
-    rank 0's wall seconds of the step, its wait for the batch included, whichever passes it ran); with a correction
-    correction_weight and correction_ess, the effective share of the samples; at index 0, where the batch has not moved
-    the weights yet, penalty/* (an episode), with hints taught (the share of trained tokens whose teacher was shown
-    one), and on tokens that the current version sampled only: mismatch_kl (by k3) and logprob_diff_max (sampler
-    against trainer; left out when there are none, as in asynchronous runs once rollouts are ahead).
+    and regularisers report, their coef/* that change, approx_kl (`old` against the policy, by k3), grad_norm, lr,
+    staleness and staleness_max (versions between sampling and training, of tokens that have one), tokens/*, tokens/s
+    (dense tokens of all ranks by rank 0's wall seconds of the step, its wait for the batch included, whichever passes
+    it ran); with a correction correction_weight and correction_ess, the effective share of the samples; at index 0,
+    where the batch has not moved the weights yet, penalty/* (an episode), with hints taught (the share of trained
+    tokens whose teacher was shown one), and on tokens that the current version sampled only: mismatch_kl (by k3) and
+    logprob_diff_max (sampler against trainer; left out when there are none, as in asynchronous runs once rollouts are
+    ahead).
     Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
     `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
     name `val/<set>/` where sets have names: see `modules.evaluation`.
@@ -179,7 +180,7 @@ class PolicyModule(TreeModule):
         self._token_metrics = ("entropy", *own, *self.algorithm.metrics)
         self.want = (*self.want, *(["soft"] if self._likely else []))
         others = ("staleness", "mismatch_kl", CHANGED_ROUTES, TAUGHT)
-        means = ("reward", *self._token_metrics, *others, *self.algorithm.penalties)
+        means = ("reward", *self._token_metrics, *others, *self.algorithm.penalties, *self.algorithm.coefs.logged)
         self.train_metrics = NamedMetrics(means, ("loss", *TOKEN_COUNTS), ("staleness_max", "logprob_diff_max"))
         self.eval_metrics = EvaluationMetrics()
         self._compared: set[str] = set()  # sets of held-out prompts, in this validation
@@ -233,36 +234,12 @@ class PolicyModule(TreeModule):
         for engine, outputs in (self.ranks.outputs(batch, passes) if passes else {}).items():
             for name, column in outputs.items():
                 batch.add_column(_LOGPROBS[engine] if name == "logprobs" else name, column)
-        self._teach(batch, passes)
-        for name in (_LOGPROBS["reference"], "values", *(("proximal",) if self.algorithm.reward_costs else ())):
+        algorithm, known = self.algorithm, "reference" in passes
+        teach(batch, self.reference_source, known, algorithm.advantage, algorithm.likeliest, self.ranks.outputs)
+        for name in (_LOGPROBS["reference"], "values", "entropy", *(("proximal",) if algorithm.reward_costs else ())):
             if name in batch.columns:  # what is computed from them would be called not finite instead
                 refuse_not_finite(name, batch.columns[name], batch)
         self._credit(batch)
-
-    def _teach(self, batch: RolloutBatch, passes: Mapping[str, tuple[str, ...]]) -> None:
-        """The column `reference`, where `passes` did not bring it: of a teacher on a server, or that sees other prompts
-        than the policy."""
-        other = shown(batch)
-        advantage = self.algorithm.advantage
-        alone = advantage is not None and advantage.name == "distill" and not advantage.options.get("task")
-        check_taught(other is not None, self.reference_source, alone)
-        if self.reference_source is None or "reference" in passes:
-            return
-        batch_there, told, names = batch if other is None else other, taught(batch), ("logprobs", *self._likely)
-        if not bool(told.any()):
-            found = {name: torch.zeros(batch_there.num_tokens, dtype=torch.float32) for name in names}
-        elif isinstance(self.reference_source, TeacherServer):
-            found = self.reference_source.scores(batch_there, self.algorithm.likeliest)
-        else:
-            found = self.ranks.outputs(batch_there, {"reference": names})["reference"]
-        for name, values in found.items():
-            column = torch.zeros(batch.num_tokens, dtype=torch.float32)
-            column[told] = values[batch_there.loss_mask]
-            batch.add_column("reference" if name == "logprobs" else name, column)
-        if other is not None:
-            batch.add_column(TAUGHT, told)
-        if self._likely and other is not None:
-            batch.add_column(TEACHERS_VIEW, views(batch))
 
     def passes(self, batch: RolloutBatch) -> dict[str, tuple[str, ...]]:
         """Forward passes at the start of the batch. With one step a batch the policy at its start is the policy of the
@@ -272,9 +249,10 @@ class PolicyModule(TreeModule):
         compared = self._has_old or "behavior" in self.algorithm.needs
         anchored = (unrecorded and compared) or (self._has_old and self.algorithm.proximal == "recomputed")
         in_reward = unrecorded and any("logprobs" in choice.needs for _, choice in self.algorithm.reward_costs)
-        passes: dict[str, tuple[str, ...]] = {}
-        if (anchored and self.steps_per_batch > 1) or in_reward:
-            passes["policy"] = ("logprobs",)
+        first = ["logprobs"] if (anchored and self.steps_per_batch > 1) or in_reward else []
+        if self.algorithm.advantage is not None and "entropy" in self.algorithm.advantage.needs:
+            first += ["entropy"]
+        passes = {"policy": tuple(first)} if first else {}
         if self.reference is not None and not any(TEACHER_PROMPT in one for one in batch.metadata):
             passes["reference"] = ("logprobs", *self._likely)
         return passes
@@ -293,7 +271,7 @@ class PolicyModule(TreeModule):
             group_sizes(batch, episodes(batch)[1], self.algorithm.objective.name)
         if self.algorithm.advantage is None:
             return
-        credit = self.algorithm.credit(batch, token_rewards, columns.get("values"))
+        credit = self.algorithm.credit(batch, token_rewards, columns)
         batch.add_column("advantages", credit.advantages if isinstance(credit, Estimate) else credit)
         if isinstance(credit, Estimate):
             batch.add_column("returns", credit.returns)
@@ -325,24 +303,13 @@ class PolicyModule(TreeModule):
         self._peak = torch.full((), -torch.inf, dtype=torch.float64, device=self.device)
         batch = step.batch
         if self._likely:
-            step.soft = self._soft_targets(step)
+            step.soft = soft_targets(step, self._likely)
         if batch is None:
             return
         step.columns |= self._token_columns(batch)
         current = batch.loss_mask & (batch.versions == self.policy_version)
         if index == 0 and bool(current.any()):
             step.columns["current"] = current
-
-    def _soft_targets(self, step: TreeStep) -> SoftTargets:
-        """The reference's likeliest tokens, taken out of the step's columns, which get what losses read of them."""
-        own = [step.columns.pop(name) for name in self._likely if step.batch is not None]
-        step.columns.pop(TEACHERS_VIEW, None)  # the tree has been made by it
-        both = torch.stack(own, -1) if own else torch.zeros(0, len(self._likely))
-        ids, probabilities = both.chunk(2, -1)
-        if own:
-            step.columns["teacher_soft"] = torch.xlogy(probabilities, probabilities).sum(-1)
-            step.columns["teacher_mass"] = probabilities.sum(-1)
-        return SoftTargets(ids.long(), probabilities)
 
     def _token_columns(self, batch: RolloutBatch) -> dict[str, Tensor]:
         """[T] tensors that `_loss_inputs` reads."""
@@ -397,7 +364,7 @@ class PolicyModule(TreeModule):
             losses, stats = (losses + costs) * columns["weights"], {**stats, **more}
         stats["entropy"] = inputs.entropy.detach()
         if "teacher_mass" in columns:
-            self._sums.add({"teacher_mass": columns["teacher_mass"]}, _asked(inputs.mask, columns))
+            self._sums.add({"teacher_mass": columns["teacher_mass"]}, asked(inputs.mask, columns))
         stats["approx_kl"] = k3(inputs.old, now)
         self._sums.add(stats, inputs.mask)
         if "current" in columns:
@@ -440,6 +407,7 @@ class PolicyModule(TreeModule):
             assert self._handle is not None
             total, episodes = episode_reward(self.batch)
             means["reward"] = (total, episodes)
+            means |= {name: (coef, 1) for name, coef in self.algorithm.coefs.logged.items()}
             if self._handle.index == 0:
                 means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
                 if TAUGHT in self.batch.columns:
@@ -450,12 +418,27 @@ class PolicyModule(TreeModule):
             if "mismatch_kl" in means:
                 means["mismatch_kl"] = (means["mismatch_kl"][0], step.columns.get("current", torch.zeros(1)).sum())
             if "teacher_mass" in means:
-                means["teacher_mass"] = (means["teacher_mass"][0], _asked(mask, step.columns).sum())
+                means["teacher_mass"] = (means["teacher_mass"][0], asked(mask, step.columns).sum())
             ages = self.policy_version - versions[mask & (versions >= 0)]
             if len(ages):
                 means["staleness"] = (ages.sum(), len(ages))
                 self.train_metrics.update(maxima={"staleness_max": ages.max()})
         self.train_metrics.update(means, maxima={"logprob_diff_max": self._peak})
+        coefs = self.algorithm.coefs
+        if coefs.logged:  # here, so that checkpoints of this step have the next one's
+            found = {name: float(value) for name, value in self.train_metrics.compute().items()}
+            coefs.step({choice.name: found.get(choice.name) for _, choice in self.algorithm.loss_costs})
+            assert self._handle is not None
+            if self._handle.index == 0:  # costs in the reward are of a batch, and rank 0's
+                coefs.step(self.algorithm.measured)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["coefs"] = self.algorithm.coefs.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.algorithm.coefs.load_state_dict(checkpoint.get("coefs", {}))
 
     def derive(self, values: dict[str, Any]) -> dict[str, Any]:
         square = values.pop("correction_square", None)
@@ -493,8 +476,3 @@ class PolicyModule(TreeModule):
             self.ranks.lead(handle, work)
         for one in differences:
             self.eval_metrics.compared(*one)
-
-
-def _asked(mask: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """bool [T]: the trained tokens of which a teacher was asked."""
-    return mask & (columns[TAUGHT] > 0).to(mask.device) if TAUGHT in columns else mask

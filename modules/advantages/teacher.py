@@ -16,7 +16,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,10 @@ from torch import Tensor
 
 from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, RolloutBatch
-from modules.ranks import likeliest_columns
+from app.functions import Choice
+from app.tree import SoftTargets
+from modules.ranks import TEACHERS_VIEW, likeliest_columns
+from modules.step import TreeStep
 
 TAUGHT = "taught"
 """Column of a batch whose teacher sees other prompts: 1 on the tokens of which it was asked."""
@@ -228,7 +231,7 @@ def shown(batch: RolloutBatch) -> RolloutBatch | None:
     )
 
 
-def check_taught(by_prompts: bool, reference: object, alone: bool) -> None:
+def _check_taught(by_prompts: bool, reference: object, alone: bool) -> None:
     """Raises BatchError where prompts for a teacher have no reader, or a policy would be taught by itself alone without
     any.
 
@@ -246,6 +249,44 @@ def check_taught(by_prompts: bool, reference: object, alone: bool) -> None:
             "RolloutBatch.metadata: advantage=distill with reference 'initial' teaches nothing without hints,"
             " as the teacher reads what the policy reads; set the workflow's hint, or reference.path"
         )
+
+
+def teach(
+    batch: RolloutBatch,
+    teacher: Any,
+    known: bool,
+    advantage: Choice | None,
+    likeliest: int,
+    outputs: Callable[[RolloutBatch, Mapping[str, Sequence[str]]], Mapping[str, Mapping[str, Tensor]]],
+) -> None:
+    """Adds what the teacher says to `batch`: the columns `reference` and `modules.ranks.likeliest_columns`; with
+    prompts for it TAUGHT, too.
+
+    Args:
+        teacher: a `TeacherServer`; None for none; anything else is the engine "reference", which `outputs` runs
+            (`modules.ranks.RankWork.outputs`).
+        known: the batch has them already, of a teacher that sees what the policy sees.
+        advantage: the estimator. likeliest: how many tokens are asked for.
+    """
+    other = shown(batch)
+    alone = advantage is not None and advantage.name == "distill" and not advantage.options.get("task")
+    _check_taught(other is not None, teacher, alone)
+    if teacher is None or known:
+        return
+    seen, told, names = batch if other is None else other, taught(batch), ("logprobs", *likeliest_columns(likeliest))
+    found: Mapping[str, Tensor] = dict.fromkeys(names, torch.zeros(seen.num_tokens, dtype=torch.float32))
+    if bool(told.any()) and isinstance(teacher, TeacherServer):
+        found = teacher.scores(seen, likeliest)
+    elif bool(told.any()):
+        found = outputs(seen, {"reference": names})["reference"]
+    for name, values in found.items():
+        column = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        column[told] = values[seen.loss_mask]
+        batch.add_column("reference" if name == "logprobs" else name, column)
+    if other is not None:
+        batch.add_column(TAUGHT, told)
+        if likeliest:
+            batch.add_column(TEACHERS_VIEW, views(batch))
 
 
 def taught(batch: RolloutBatch) -> Tensor:
@@ -273,6 +314,24 @@ def views(batch: RolloutBatch) -> Tensor:
             prompt = (int(mask.nonzero()[0]), *ids)  # in the place of so many tokens
             row[mask] = float(numbers.setdefault(prompt, len(numbers) + 1))
     return found
+
+
+def soft_targets(step: TreeStep, names: Sequence[str]) -> SoftTargets:
+    """The reference's likeliest tokens, taken out of the step's columns of these `names` (`likeliest_columns`), which
+    get what losses read of them: `teacher_soft`, `teacher_mass`."""
+    own = [step.columns.pop(name) for name in names if step.batch is not None]
+    step.columns.pop(TEACHERS_VIEW, None)  # the tree has been made by it
+    both = torch.stack(own, -1) if own else torch.zeros(0, len(names))
+    ids, probabilities = both.chunk(2, -1)
+    if own:
+        step.columns["teacher_soft"] = torch.xlogy(probabilities, probabilities).sum(-1)
+        step.columns["teacher_mass"] = probabilities.sum(-1)
+    return SoftTargets(ids.long(), probabilities)
+
+
+def asked(mask: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """bool [T]: the trained tokens of which a teacher was asked; `columns` of a step."""
+    return mask & (columns[TAUGHT] > 0).to(mask.device) if TAUGHT in columns else mask
 
 
 def _are_ids(value: Any) -> bool:

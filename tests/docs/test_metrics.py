@@ -35,12 +35,14 @@ GRPO = [
     "--data.max_staleness=1",
     f"--data.reward={JUDGE}",
 ]
+LINEAR = "{class_path: modules.regularisers.LinearCoef, init_args: {start: 0.02, end: 0.01, steps: 9}}"
+STEPPED = "{class_path: modules.regularisers.SteppedCoef, init_args: {target: 1.0}}"
 PPO = [
     "--model.class_path=modules.ActorCriticModule",
     "--model.advantage=gae",
     "--model.value_clip=0.2",
     "--model.reference=initial",
-    "--model.regularisers=[{name: kl, coef: 0.01, where: reward}, {name: entropy, coef: 0.01}]",
+    f"--model.regularisers=[{{name: kl, coef: {LINEAR}, where: reward}}, {{name: entropy, coef: {STEPPED}}}]",
     "--data.validation.samples=2",
     "--data.validation.temperature=1.0",
     "--data.validation.ks=[1, 2]",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modules import ActorCriticModule, ModelSource, PolicyModule, SFTModule, TreeModule
+from modules.regularisers import SteppedCoef
 from modules.step import with_names
 from tests.helpers.tiny_policy import CONFIG
 
@@ -38,6 +39,10 @@ def test_a_policy_with_everything() -> None:
         objective_options={"clip_high": 1e-3},
         regularisers=[
             {"name": "kl", "coef": 0.1, "options": {"estimator": "k2"}},
+            {
+                "name": "entropy",
+                "coef": {"class_path": "modules.regularisers.SteppedCoef", "init_args": {"target": 0.3, "delta": 0.01}},
+            },
             {"name": "overlong", "coef": 1.0, "where": "reward", "options": {"max_tokens": 8, "buffer_tokens": 2}},
         ],
         correction="truncated",
@@ -55,7 +60,10 @@ def test_a_policy_with_everything() -> None:
     assert made["lr_scheduler"]["scheduler"].step_size == 3 and made["lr_scheduler"]["interval"] == "step"
     algorithm = module.algorithm
     assert algorithm.advantage.options == {"std": "none"} and algorithm.objective.name == "gspo"
-    assert [(r.coef, c.options) for r, c in algorithm.loss_costs] == [(0.1, {"estimator": "k2"})]
+    assert [(r.coef, c.options) for r, c in algorithm.loss_costs] == [
+        (0.1, {"estimator": "k2"}),
+        (SteppedCoef(0.3, delta=0.01), {}),
+    ]
     assert [c.name for _, c in algorithm.reward_costs] == ["overlong"]
     assert algorithm.correction.options == {"level": "sequence"} and algorithm.proximal == "interpolated"
     assert module.aggregation() == ("sequence_mean", None)  # GSPO's own

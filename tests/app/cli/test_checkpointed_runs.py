@@ -90,6 +90,25 @@ def test_coefficients_are_numbers(capsys: pytest.CaptureFixture[str], coef: str)
     assert f"regularisers.coef: {coef[1:]} is not finite" in line
 
 
+LINEAR = "{class_path: modules.regularisers.LinearCoef, init_args: {start: 0.1, end: 0.0"
+
+
+@pytest.mark.parametrize(
+    ("coef", "words"),
+    [
+        (LINEAR + "}}", "arguments are required: steps"),
+        (LINEAR + ", stps: 3}}", "Did you mean 'steps'? LinearCoef accepts: start, end, steps"),
+        (LINEAR.replace("Coef", "Coeff") + "}}", "did you mean 'modules.regularisers.LinearCoef'?"),
+        (LINEAR + ", steps: 0}}", "regularisers: coef: LinearCoef: steps: 0"),
+        ("much", 'Parser key "coef"'),
+    ],
+)
+def test_rules_of_coefficients_are_checked(capsys: pytest.CaptureFixture[str], coef: str, words: str) -> None:
+    with pytest.raises(SystemExit):
+        main(run("--trainer.max_steps=2", f"--model.regularisers=[{{name: entropy, coef: {coef}}}]"))
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

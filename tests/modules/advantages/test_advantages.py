@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from app.batch import BatchError, RolloutBatch
 from app.functions import choose
 from modules.advantages import ADVANTAGES, Estimate
+from modules.algorithm import ADVANTAGE_INPUTS
 from modules.episodes import episodes, turns
 from tests.helpers.tiny_policy import make_batch
 from tests.modules.advantages import naive_advantages as naive
@@ -189,8 +190,8 @@ def test_all_tokens_masked(name: str) -> None:
     batch = to_batch(given)
     batch.loss_mask[:] = False
     zeros = torch.zeros(batch.num_tokens)
-    choice = choose("advantage", name, {}, ADVANTAGES, ("batch", "values", "token_rewards"))
-    found = choice({"batch": batch, "values": zeros, "token_rewards": zeros})
+    choice = choose("advantage", name, {}, ADVANTAGES, ADVANTAGE_INPUTS)
+    found = choice({"batch": batch, **dict.fromkeys(ADVANTAGE_INPUTS[1:], zeros)})
     assert torch.isfinite(found.advantages if isinstance(found, Estimate) else found).all()
 
 

@@ -194,7 +194,8 @@ def test_rewards_of_calls_are_earned_where_the_call_ends() -> None:
     torch.testing.assert_close(Algorithm().credit(batch, found), naive * batch.loss_mask, rtol=1e-4, atol=1e-5)
     returns = Algorithm("gae", advantage_options={"whiten": False, "lam": 1.0})
     zeros = torch.zeros_like(found)
-    more = returns.credit(batch, found, zeros).returns - returns.credit(batch, zeros, zeros).returns  # type: ignore[union-attr]
+    no_values = {"values": zeros}
+    more = returns.credit(batch, found, no_values).returns - returns.credit(batch, zeros, no_values).returns  # type: ignore[union-attr]
     begin = int(batch.cu_seqlens[1])
     inside = batch.loss_mask.clone()
     inside[last + 1 :] = inside[:begin] = False  # of this call, nothing behind it and nothing of others

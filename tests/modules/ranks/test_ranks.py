@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from modules import PolicyModule, Refresh, Regulariser
+from modules.regularisers import LinearCoef, ProportionalCoef, SteppedCoef
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.selection import some
 from tests.helpers.tiny_policy import fit, make_batch, parameters, sgd, source
@@ -23,6 +24,18 @@ CASES: dict[str, dict[str, Any]] = {
         "regularisers": [Regulariser("kl", 0.1), Regulariser("entropy", 0.01)],
         "reference": "initial",
         "aggregation": "sequence_mean",
+    },
+    "coefficients that change, tokens of high entropy": {
+        "kind": "groups",
+        "minibatches": 2,
+        "advantage": "high_entropy",
+        "advantage_options": {"share": 0.4},
+        "regularisers": [
+            Regulariser("entropy", SteppedCoef(2.4, delta=0.05)),
+            Regulariser("kl", ProportionalCoef(0.1, 0.01)),
+            Regulariser("kl", LinearCoef(0.3, 0.1, 4), "reward", {"estimator": "k1"}),
+        ],
+        "reference": "initial",
     },
     "teachers that see other prompts": {
         "kind": "twins",

@@ -1,0 +1,199 @@
+"""Coefficients of regularisers that change: their arithmetic, and that training with them equals a plain dense loop."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from app.batch import RolloutBatch
+from modules import PolicyModule, Regulariser
+from modules.ranks import split_minibatches
+from modules.regularisers import Coef, Coefs, CoefState, LinearCoef, ProportionalCoef, SteppedCoef
+from tests.helpers.tiny_policy import (
+    Batches,
+    fit,
+    make_batch,
+    naive_grpo,
+    naive_model,
+    naive_outputs,
+    parameters,
+    sgd,
+    source,
+    trainer,
+)
+
+
+def seen(rule: Coef, measured: list[float | None], bonus: bool = False) -> list[float]:
+    """What is applied before each step and after the last."""
+    coefs = Coefs({"x": rule}, ["x"] if bonus else [])
+    found = [coefs["x"]]
+    for one in measured:
+        coefs.step({"x": one})
+        found.append(coefs["x"])
+    return found
+
+
+def test_linear() -> None:
+    assert seen(LinearCoef(0.4, 0.0, 4), [0.1, None, 0.1, 9.0, 0.1]) == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0, 0.0])
+
+
+def test_proportional_moves_by_a_share_of_how_far_off_it_is() -> None:
+    rule = ProportionalCoef(start=1.0, target=0.1, gain=0.5)
+    assert seen(rule, [0.11, 5.0, 0.0, 0.1]) == pytest.approx(
+        [1.0, 1.05, 1.05 * 1.1, 1.05 * 1.1 * 0.9, 1.05 * 1.1 * 0.9]
+    )
+    assert seen(rule, [0.11], bonus=True) == pytest.approx([1.0, 0.95])
+    assert seen(rule, [None, math.nan, 0.11]) == pytest.approx([1.0, 1.0, 1.0, 1.05])
+
+
+def test_stepped_is_applied_after_steps_that_missed_the_target() -> None:
+    rule = SteppedCoef(target=1.0, delta=0.1, highest=0.2)
+    entropies = [0.5, 1.0, 0.9, 1.1, 0.9, 2.0, 2.0, 2.0, 0.1]
+    assert seen(rule, list(entropies), bonus=True) == pytest.approx([0, 0.1, 0.2, 0.2, 0, 0.2, 0, 0, 0, 0.1])
+    assert seen(rule, [1.5, 0.5]) == pytest.approx([0, 0.1, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearCoef(0.1, 0.1, 5), "start and end are both 0.1"),
+        (lambda: LinearCoef(-0.1, 0.1, 5), "LinearCoef: start: -0.1, must be finite and at least 0"),
+        (lambda: LinearCoef(0.1, 0.0, 0), "LinearCoef: steps"),
+        (lambda: ProportionalCoef(0.0, 0.1), "ProportionalCoef: start: 0.0, must be above 0"),
+        (lambda: ProportionalCoef(0.1, math.nan), "ProportionalCoef: target"),
+        (lambda: SteppedCoef(0.1, delta=0.0), "SteppedCoef: delta"),
+        (lambda: SteppedCoef(0.1, start=2.0), "start 2.0 must be within lowest 0.0 and highest 1.0"),
+        (lambda: SteppedCoef(math.inf), "SteppedCoef: target"),
+    ],
+)
+def test_what_rules_refuse(make: Callable[[], Coef], message: str) -> None:
+    with pytest.raises(ValueError, match=f"regularisers: coef: .*{message}"):
+        make()
+
+
+def test_a_rule_of_ones_own_that_gives_no_number_is_named() -> None:
+    class Mine(Coef):
+        start = 0.1
+
+        def step(self, state: CoefState, bonus: bool) -> float:
+            return math.nan
+
+    with pytest.raises(ValueError, match=r"regularisers\.x: coef: Mine gives nan after 1 steps, must be finite"):
+        seen(Mine(), [0.1])
+
+
+def batches(count: int = 3) -> list[RolloutBatch]:
+    return [make_batch(k, version=k) for k in range(count)]
+
+
+ENTROPY, KL, IN_REWARD = SteppedCoef(2.375, delta=0.05), LinearCoef(0.3, 0.1, 4), ProportionalCoef(0.4, 0.2, gain=1.0)
+REGULARISERS = [
+    Regulariser("entropy", ENTROPY),
+    Regulariser("kl", KL),
+    Regulariser("kl", IN_REWARD, "reward", {"estimator": "k2"}),
+]
+
+
+def dense(steps: int = 6) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Two minibatches a batch, token by token; the coefficients by arithmetic of their own."""
+    model = naive_model()
+    frozen, optimizer = copy.deepcopy(model), sgd(model.parameters())
+    entropy_coef, in_reward, applied, logged = 0.0, 0.4, 0.0, list[dict[str, float]]()
+    for number, batch in enumerate(batches(steps // 2)):
+        masks = batch.split(batch.loss_mask)
+        with torch.no_grad():
+            anchors = [naive_outputs(frozen, batch, i)[0] for i in range(len(batch))]
+        apart = [(b - a) ** 2 / 2 * m for b, a, m in zip(batch.split(batch.behavior_logprobs), anchors, masks)]
+        cost = {int(e): 0.0 for e in batch.episode_ids}
+        for episode, one in zip(batch.episode_ids.tolist(), apart):
+            cost[episode] += float(one.sum())
+        earned = torch.tensor([float(r) - in_reward * cost[int(e)] for r, e in zip(batch.rewards, batch.episode_ids)])
+        advantages = naive_grpo(batch.with_rewards(earned))
+        for part, chosen in enumerate(split_minibatches(batch, 2, (0, number, 0))):
+            step = 2 * number + part
+            kl_coef = 0.3 + (0.1 - 0.3) * min(1.0, step / 4)
+            logged.append({"coef/entropy": applied, "coef/kl": kl_coef, "coef/penalty/kl": in_reward})
+            optimizer.zero_grad()
+            count, entropies, total = sum(int(masks[i].sum()) for i in chosen), 0.0, torch.zeros(())
+            for i in chosen:
+                logp, entropy = naive_outputs(model, batch, i)
+                before = batch.split(batch.behavior_logprobs)[i]
+                for t in masks[i].nonzero()[:, 0].tolist():
+                    ratio, away = (logp[t] - before[t]).exp(), anchors[i][t] - logp[t]
+                    loss = -min(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
+                    total = total + loss + kl_coef * (away.exp() - 1 - away) - applied * entropy[t]
+                    entropies += float(entropy[t].detach())
+            (total / count).backward()
+            optimizer.step()
+            missed = entropies / count <= 2.375
+            entropy_coef = max(0.0, min(1.0, entropy_coef + (0.05 if missed else -0.05)))
+            applied = entropy_coef if missed else 0.0
+            if part == 0:
+                off = sum(float(one.sum()) for one in apart) / int(batch.loss_mask.sum()) / 0.2 - 1
+                in_reward *= 1 + max(-0.2, min(0.2, off))
+    return parameters(model), logged
+
+
+def module() -> PolicyModule:
+    return PolicyModule(source(), optimizer=sgd, minibatches=2, regularisers=REGULARISERS, reference="initial")
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], atol=2e-6, rtol=0)
+
+
+def test_training_equals_a_plain_dense_loop() -> None:
+    made = module()
+    steps = fit(made, batches())
+    expected, logged = dense()
+    for step, one in zip(steps, logged, strict=True):
+        assert {name: step[name] for name in one} == pytest.approx(one, rel=1e-5)
+    assert len({step["coef/entropy"] for step in steps}) > 2  # it was applied, and was not
+    assert_equal(parameters(made.policy), expected)
+
+
+def trained(directory: Path, made: PolicyModule) -> None:
+    """With a checkpoint after every step."""
+    every = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    torch.manual_seed(0)
+    trainer(every, enable_checkpointing=True).fit(made, Batches(batches()))
+
+
+def test_a_run_goes_on_with_them_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    trained(tmp_path, module())
+    expected = dense()[0]
+    for step in (1, 2, 3):
+        made = module()
+        trainer().fit(made, Batches(batches()), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=True)
+        assert_equal(parameters(made.policy), expected)
+
+
+def test_other_options_on_going_on_are_told(tmp_path: Path) -> None:
+    trained(tmp_path, module())
+    changed = [dataclasses.replace(REGULARISERS[0], coef=SteppedCoef(2.375, delta=0.01)), *REGULARISERS[1:2]]
+    made = PolicyModule(source(), optimizer=sgd, minibatches=2, regularisers=changed, reference="initial")
+    with pytest.warns(
+        UserWarning, match=r"regularisers\.entropy\.coef was SteppedCoef\(.*0\.05.* and is .*0\.01.*from"
+    ):
+        trainer().fit(made, Batches(batches()), ckpt_path=tmp_path / "step=2.ckpt", weights_only=True)
+
+
+def test_early_checkpoints_begin_at_the_start(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {"optimizer": sgd, "minibatches": 2, "reference": "initial"}
+    trained(tmp_path, PolicyModule(source(), regularisers=[Regulariser("kl", 0.1)], **plain))
+    contents = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    del contents["coefs"]
+    torch.save(contents, tmp_path / "early.ckpt")
+    made = PolicyModule(source(), regularisers=[Regulariser("kl", LinearCoef(0.3, 0.0, 6))], **plain)
+    trainer().fit(made, Batches(batches()), ckpt_path=tmp_path / "early.ckpt", weights_only=True)
+    assert made.algorithm.coefs["kl"] == pytest.approx(0.1)  # after four steps of its own
