@@ -469,7 +469,7 @@ class EvalHandle:
         samples: episodes that were asked for of each prompt.
         ks: of pass@k; none for the mean reward alone.
         solved_at: an episode with at least this reward has solved its prompt.
-        prompts: how many were asked for, 0 where that is not known; those without an episode are not in the batch.
+        prompts: how many were played, 0 where that is not known; those without an episode are not in the batch.
     """
 
     __slots__ = ("batch", "ks", "name", "prefix", "prompts", "samples", "solved_at")

@@ -119,7 +119,8 @@ def reward_parts(batch: RolloutBatch) -> dict[str, float]:
     """`reward/<part>`: mean over the episodes whose reward has that part; `reward/failed`: share of the episodes whose
     reward failed and was scored instead; `reward/unreadable`: of those that the reward could not read and took for
     wrong. The last two are left out when there are none."""
-    of_episode = dict(zip(batch.episode_ids.tolist(), batch.metadata, strict=True))
+    episodes = zip(batch.group_ids.tolist(), batch.episode_ids.tolist())  # numbered within a group, where others do so
+    of_episode = dict(zip(episodes, batch.metadata, strict=True))
     values: dict[str, list[float]] = {}
     for metadata in of_episode.values():
         for name, part in metadata.get("reward_parts", {}).items():

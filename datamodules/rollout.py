@@ -31,7 +31,7 @@ from datamodules.pipeline import fingerprint
 from datamodules.pipeline.diagnosis import everything
 from datamodules.pipeline.gate import StalenessGate
 from datamodules.pipeline.limits import MOST_EPISODES, Limits
-from datamodules.pipeline.loaders import EvalLoader, PredictLoader, StepLoader
+from datamodules.pipeline.loaders import EvalLoader, Played, PredictLoader, StepLoader
 from datamodules.pipeline.player import EpisodePlayer
 from datamodules.pipeline.producer import Producer
 from datamodules.pipeline.stream import to_play_again
@@ -346,15 +346,16 @@ class RolloutDataModule(L.LightningDataModule):
         self._running_producer().publish(self.gate.version + 1)
         self._running_producer().stream.renew()
 
-    def evaluate(self, prompts: ValSet, first: int, last: int) -> list[Group]:
-        """Episodes of the set's prompts `[first, last)`; none on other ranks than 0. Raises as `Producer.evaluate`."""
+    def evaluate(self, prompts: ValSet, first: int, last: int) -> Played:
+        """The set's prompts `[first, last)`; none on other ranks than 0. Raises as `Producer.evaluate`."""
         if not self._trainer().is_global_zero:
-            return []
+            return [], 0
         producer, dealer = self._running_producer(), self._val_dealers[prompts.name]
         dealt = [prompt for prompt in map(dealer.deal, range(first, last)) if prompt is not None]
         groups = producer.evaluate(dealt, prompts.samples, self.validation.temperature, self.limits.collect_deadline_s)
-        assert self.tokenizer is not None
-        return with_answers(groups, self.tokenizer, prompts.answer, self._ends) if prompts.samples > 1 else groups
+        if prompts.samples > 1 and self.tokenizer is not None:
+            groups = with_answers(groups, self.tokenizer, prompts.answer, self._ends)
+        return groups, len(dealt)
 
     def _launch(self, model: PreTrainedModel, version: int, parts: WeightParts | None) -> None:
         assert self.tokenizer is not None, "start comes after setup"

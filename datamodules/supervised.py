@@ -30,7 +30,7 @@ from datamodules.conversations.chat_template import Chat
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.groups import Group
 from datamodules.pipeline import fingerprint
-from datamodules.pipeline.loaders import EvalLoader, Position, StepLoader
+from datamodules.pipeline.loaders import EvalLoader, Played, Position, StepLoader
 from datamodules.pipeline.validation import ValSet
 from datamodules.prompts.base import Prompt, PromptSource, prompt_source
 from datamodules.prompts.dealer import encoded
@@ -145,14 +145,15 @@ class SupervisedDataModule(L.LightningDataModule):
 
     test_dataloader = val_dataloader
 
-    def _held_out(self, held_out: ValSet, first: int, last: int) -> list[Group]:
+    def _held_out(self, held_out: ValSet, first: int, last: int) -> Played:
         assert self.trainer is not None
         if not self.trainer.is_global_zero:
-            return []
-        return [
+            return [], 0
+        groups = [
             Group(index, prompt.id, 0, self.sequences(prompt, index))
             for index, prompt in ((index, held_out.source.deal(index)) for index in range(first, last))
         ]
+        return groups, len(groups)
 
     def _check_samples(self, option: str, source: PromptSource) -> None:
         """What cannot be trained is an error before the first step, not hours later at whichever batch deals it."""

@@ -75,7 +75,7 @@ CORRECTION_INPUTS = ("old", "behavior", "mask", "cu_seqlens")
 ADVANTAGE_INPUTS = ("batch", "values", "entropy", "token_rewards")
 LOGGED = (
     *("step", "epoch", "loss", "reward", "entropy", "approx_kl", "teacher_mass", "grad_norm", "lr"),
-    *("staleness", "staleness_max", "mismatch_kl", "logprob_diff_max"),
+    *("staleness", "staleness_max", "mismatch_kl", "logprob_diff_max", "taught", "routing/changed"),
     *("correction_weight", "correction_square", "correction_ess"),
     *("value_loss", "value_clip_fraction", "explained_variance"),
     *("tokens/dense", "tokens/leaf", "tokens/tree", "tokens/s"),

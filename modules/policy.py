@@ -22,7 +22,7 @@ from app import checks
 from app.batch import TEACHER_PROMPT, EvalHandle, RolloutBatch
 from app.tree import FlatOutputs, TreeEngine, on_device
 from modules.advantages import Estimate
-from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, asked, soft_targets, teach
+from modules.advantages.teacher import TAUGHT, TeacherServer, as_taught, asked, share_taught, soft_targets, teach
 from modules.algorithm import STEP_INPUTS, Algorithm, LossInputs, Proximal, Regulariser, with_rewards
 from modules.episodes import episodes, group_sizes, taking_part
 from modules.evaluation import EvaluationMetrics, comparable, compare
@@ -411,7 +411,7 @@ class PolicyModule(TreeModule):
             if self._handle.index == 0:
                 means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
                 if TAUGHT in self.batch.columns:
-                    means[TAUGHT] = (self.batch.columns[TAUGHT].sum(), self.batch.loss_mask.sum())
+                    means[TAUGHT] = share_taught(self.batch)
         if step.batch is not None:
             mask, versions = step.batch.loss_mask, step.batch.versions
             means |= self._sums.means(int(mask.sum()))

@@ -63,6 +63,7 @@ from modules.ranks import RankWork, Step, build_tree, settle_routes
 from modules.refusals.going_on import check_schedules, check_states, tell_changes
 from modules.refusals.settings import (
     check_own_tokens,
+    note_logging,
     refuse_frozen,
     refuse_narrow,
     refuse_optimizer,
@@ -303,6 +304,7 @@ class TreeModule(EvaluatedModule):
         self._stop_asked = False
         refuse_narrow(self.parameters(), self.trainer, self.ranks.exchange)
         check_schedules(self.trainer)
+        note_logging(self.trainer, self.steps_per_batch)
         with self.trainer.precision_plugin.forward_context():  # autocast counts
             self.print(f"tree engine: {self.engine.chosen()}")
 

@@ -23,6 +23,9 @@ from app.batch import EvalHandle, RolloutBatch, StepHandle
 from datamodules.groups import Group, to_batch
 from datamodules.pipeline.validation import ValSet
 
+Played = tuple[list[Group], int]
+"""Held-out episodes, and how many prompts they were asked of: not of those that are skipped."""
+
 
 class BatchStream(Protocol):
     """What a `StepLoader` reads, on every rank; the module has `steps_per_batch`, `policy_version`, `steps_done`."""
@@ -98,10 +101,10 @@ class EvalLoader:
     Args:
         prompts: the set.
         batch_size: prompts rolled out at a time.
-        evaluate: episodes of the set's prompts from the first to before the last; none on other ranks than 0.
+        evaluate: plays the set's prompts from the first to before the last; none on other ranks than 0.
     """
 
-    def __init__(self, prompts: ValSet, batch_size: int, evaluate: Callable[[ValSet, int, int], list[Group]]) -> None:
+    def __init__(self, prompts: ValSet, batch_size: int, evaluate: Callable[[ValSet, int, int], Played]) -> None:
         self._set = prompts
         self._batch_size = batch_size
         self._evaluate = evaluate
@@ -113,9 +116,9 @@ class EvalLoader:
         one = self._set
         for first in range(0, one.size, self._batch_size):
             last = min(first + self._batch_size, one.size)
-            groups = _unless_it_fails(self._evaluate, one, first, last)
+            groups, asked = _unless_it_fails(self._evaluate, one, first, last) or ([], 0)
             batch = to_batch(groups) if groups else None
-            yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at, last - first)
+            yield EvalHandle(batch, one.name, one.prefix, one.samples, one.ks, one.solved_at, asked)
 
 
 _T = TypeVar("_T")

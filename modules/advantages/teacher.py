@@ -28,6 +28,7 @@ from app import checks
 from app.batch import TEACHER_PROMPT, BatchError, RolloutBatch
 from app.functions import Choice
 from app.tree import SoftTargets
+from modules.episodes import taking_part
 from modules.ranks import TEACHERS_VIEW, likeliest_columns
 from modules.step import TreeStep
 
@@ -293,6 +294,13 @@ def taught(batch: RolloutBatch) -> Tensor:
     """bool [T]: the trained tokens of which the teacher is asked."""
     silent = torch.tensor([one.get(TEACHER_PROMPT) == [] for one in batch.metadata])
     return batch.loss_mask & ~silent.repeat_interleave(batch.lengths())
+
+
+def share_taught(batch: RolloutBatch) -> tuple[int, int]:
+    """How many of the tokens that steps train the teacher is asked of, and how many these are: without those of
+    episodes that are left out."""
+    own = batch.flat_index(taking_part(batch, list(range(len(batch))), ""))
+    return int(taught(batch)[own].sum()), int(batch.loss_mask[own].sum())
 
 
 def as_taught(columns: Mapping[str, Tensor], own: Tensor) -> Tensor | None:

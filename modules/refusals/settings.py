@@ -217,6 +217,18 @@ def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None
         )
 
 
+def note_logging(trainer: Any, steps: int) -> None:
+    """A line where loggers never hear of a first step of a batch, of `steps` each, with which alone some numbers come.
+    Callbacks hear of all."""
+    every = trainer.log_every_n_steps
+    if trainer.loggers and every and math.gcd(every, steps) > 1:
+        rank_zero_warn(
+            f"trainer.log_every_n_steps: {every} never falls on the first of the {steps} steps of a batch"
+            " (model.minibatches x model.epochs), with which alone rollouts/reward, reward/<part>, mismatch_kl and the"
+            f" like are logged: set it to 1, or to a number that has no divisor in common with {steps}"
+        )
+
+
 _WEIGHTS = (
     "weights that are not finite, or that overflow in the dtype they run in: name weights that are whole (path), or set"
     " dtype to float32"

@@ -71,6 +71,16 @@ def test_episodes_that_no_reward_read_are_told_as_a_share() -> None:
     assert reward_parts(batch) == {"reward/failed": 0.75, "reward/unreadable": 0.25}
 
 
+def test_parts_are_of_all_episodes_where_each_group_numbers_its_own() -> None:
+    """As the objectives take them, too; the last group alone would speak for all."""
+    batch = make_batch(groups=3, episodes=2)
+    batch.episode_ids %= 2
+    for metadata, group in zip(batch.metadata, batch.group_ids.tolist(), strict=True):
+        metadata |= {"reward_parts": {"form": float(group)}}
+        metadata |= {} if group else {"reward_failed": "timeout"}
+    assert reward_parts(batch) == pytest.approx({"reward/form": 1.0, "reward/failed": 1 / 3})
+
+
 def test_samples_are_told_with_what_their_episodes_earned(tmp_path: Path) -> None:
     batch = make_batch(0, recorded=False)
     batch.rewards.zero_()

@@ -11,6 +11,10 @@ import pytest
 import yaml
 
 from app.cli import main
+from modules.algorithm import Algorithm, Regulariser
+from modules.corrections import CORRECTIONS
+from modules.objectives import OBJECTIVES
+from modules.regularisers import REGULARISERS
 from tests.docs.test_house import PRODUCT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +74,16 @@ def test_what_a_run_logs_is_explained(flags: list[str], tmp_path: Path, monkeypa
     }
     assert judged <= columns or flags is PPO
     assert [one for one in sorted(columns) if not any(re.fullmatch(pattern(name), one) for name in NAMES)] == []
+
+
+def test_what_functions_of_the_package_report_is_explained() -> None:
+    made = [Algorithm(objective=name) for name in OBJECTIVES] + [Algorithm(correction=name) for name in CORRECTIONS]
+    made += [Algorithm(regularisers=[Regulariser(name, 0.1)]) for name in REGULARISERS if name != "overlong"]
+    length = {"max_tokens": 3, "buffer_tokens": 2}
+    made += [Algorithm(regularisers=[Regulariser("overlong", 0.1, where="reward", options=length)])]
+    told = {name for one in made for name in (*one.metrics, *one.penalties)} - {"correction_square"}  # see `derive`
+    assert len(told) > 10
+    assert [one for one in sorted(told) if not any(re.fullmatch(pattern(name), one) for name in NAMES)] == []
 
 
 def test_what_is_explained_is_logged_somewhere() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from app.batch import BatchError, EvalHandle, RolloutBatch, StepHandle
@@ -119,6 +122,22 @@ def test_mismatch_is_not_logged_where_it_cannot_be_measured() -> None:
     assert ["mismatch_kl" in step for step in steps] == [True, False, False, False, True, False]
     assert ["logprob_diff_max" in step for step in steps] == [True, False, False, False, True, False]
     assert [step["staleness"] for step in steps] == [0, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("every", "steps", "told"), [(1, 2, False), (2, 1, False), (3, 4, False), (6, 4, True)])
+def test_numbers_that_no_logger_would_hear_of_are_told(every: int, steps: int, told: bool, tmp_path: Path) -> None:
+    """Those of the first step of a batch: it depends on how often steps are logged whether any is."""
+    logger = CSVLogger(tmp_path, name="", version="run")
+    run = trainer(logger=logger, log_every_n_steps=every, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(PolicyModule(source(), optimizer=sgd, minibatches=steps), Batches([make_batch(k) for k in range(3)]))
+    [said] = [str(one.message) for one in caught if "log_every_n_steps: " in str(one.message)] or [""]
+    assert said.startswith(f"trainer.log_every_n_steps: {every} never falls on the first of the {steps} steps") == told
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    first = [row for row in rows if int(row["step"]) % steps == 0]
+    assert rows and (first == []) == told
 
 
 class Shown(L.Callback):

@@ -149,7 +149,6 @@ class JudgeClient:
             seconds, option = min((self._model.attempt_s, "attempt_s"), (max(0.01, ends - began), "deadline_s"))
             try:
                 text, was_cut = await self._post(question, again, seconds)
-                self.spent.seconds += now() - began
                 return text, verdict(text, question.read)
             except Misread as error:
                 said = f"it was cut off after {self._model.max_tokens} tokens" if was_cut else str(error)
@@ -205,11 +204,14 @@ class JudgeClient:
         if self._structured:
             form = {"name": "verdict", "schema": question.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
+        began = awake()
         async with deadline(seconds):  # the client's own is one between two bytes, of a process that was stopped too
             try:
                 reply = await self._completions.create(**body, extra_body=dict(self._model.request), timeout=None)
             except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise _NoCompletion from error
+            finally:  # calls count those without an answer, too
+                self.spent.seconds += awake() - began
         choices = getattr(reply, "choices", None)  # the package checks nothing of what a server answers
         if not isinstance(choices, list):
             raise _NoCompletion(repr(getattr(reply, "model_extra", None) or reply))  # an error, where it is one

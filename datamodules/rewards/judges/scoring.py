@@ -254,13 +254,13 @@ class ServerScores:
 
     async def _asked(self, tokens: list[int]) -> float:
         now = asyncio.get_running_loop().time
-        began, wait, again = now(), _FIRST_WAIT_S, False
-        ends = began + self._deadline_s
+        ends, wait, again = now() + self._deadline_s, _FIRST_WAIT_S, False
         while True:
             if self._keeper is None:
                 raise JudgeError("was closed before it had scored this")
             self.spent.calls += 1
             self.spent.retries += again
+            began = now()
             try:
                 answer = await self._client.post("/classify", {"input_ids": tokens}, max(0.01, ends - now()))
             except self._refused as error:
@@ -273,8 +273,9 @@ class ServerScores:
                 why = error
             else:
                 self.spent.input_tokens += len(tokens)
-                self.spent.seconds += now() - began
                 return _score_in(answer)
+            finally:  # calls count those without an answer, too
+                self.spent.seconds += now() - began
             if now() + wait >= ends:
                 raise JudgeError(
                     f"gave no score within {self._deadline_s:g} s (RewardModel.deadline_s): {why}"

@@ -15,8 +15,9 @@ from app.batch import FINAL_ANSWER, Trajectory
 from callbacks import RewardLogger, WeightSync
 from datamodules.answers import RegexAnswer, math_answer, whole_text
 from datamodules.groups import Group
+from datamodules.pipeline.limits import Limits
 from datamodules.pipeline.validation import Validation, with_answers
-from datamodules.prompts import ArithmeticPrompts
+from datamodules.prompts import ArithmeticPrompts, JsonlPrompts
 from datamodules.prompts.tokenizers import load_tokenizer
 from datamodules.rollout import RolloutDataModule
 from modules import ModelSource, PolicyModule
@@ -108,8 +109,9 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     original = data.evaluate
 
     def watched(*args: Any) -> Any:
-        seen.extend(original(*args))
-        return seen[-(args[2] - args[1]) :]
+        groups, asked = original(*args)
+        seen.extend(groups)
+        return groups, asked
 
     data.evaluate = watched  # type: ignore[method-assign]
     run = trainer(tmp_path, max_epochs=1, callbacks=[WeightSync(), RewardLogger()])
@@ -133,6 +135,21 @@ def test_a_fit_counts_several_sets(tmp_path: Path, caplog: pytest.LogCaptureFixt
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {one["set"] for one in samples} == {"train", "sums", "products"}
     assert "validation.answer failed on" in caplog.text  # a random model does not always begin with a digit
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 5])
+def test_prompts_that_are_skipped_have_not_failed(batch_size: int, tmp_path: Path) -> None:
+    """They are left out as told, whatever batch they come in: alone or beside others."""
+    held_out = tmp_path / "held_out.jsonl"
+    questions = ["1+1=", "1+2=", *["1+" * 14 + "1="] * 3]
+    held_out.write_text("".join(json.dumps({"question": one, "answer": "2"}) + "\n" for one in questions))
+    data = rollouts(
+        limits=Limits(collect_deadline_s=60.0, long_prompts="skip"),
+        validation=Validation(JsonlPrompts(str(held_out), shuffle=False, size=5), batch_size=batch_size),
+    )
+    module = PolicyModule(ModelSource(config={**CONFIG, "vocab_size": 16, "max_position_embeddings": 32}))
+    [logged] = trainer(tmp_path).validate(module, datamodule=data, verbose=False)
+    assert logged["val/failed"] == 0.0 and "val/accuracy" in logged
 
 
 def test_a_vote_does_not_hold_what_ended_the_reply() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.batch import TEACHER_PROMPT, RolloutBatch
+from app.batch import LEFT_OUT, TEACHER_PROMPT, RolloutBatch
 from modules import PolicyModule, Refresh, Regulariser, TeacherServer
 from modules.advantages.teacher import TAUGHT, shown, taught
 from tests.helpers.tiny_policy import (
@@ -106,6 +106,18 @@ def test_mass_is_of_those_who_are_taught() -> None:
     every, some = hinted(0), batch_of(0, silent=2)
     mass = [fit(module("forward"), [batch])[0]["teacher_mass"] for batch in (every, some)]
     assert max(mass) < 0.99 and mass[0] == pytest.approx(mass[1], abs=0.05)
+
+
+def test_episodes_that_are_left_out_have_no_part_in_the_share() -> None:
+    """No step trains their tokens."""
+    batch = batch_of(0, silent=2)
+    silent = [i for i, about in enumerate(batch.metadata) if about.get(TEACHER_PROMPT) == []]
+    out = int(batch.episode_ids[silent[0]])
+    for episode, about in zip(batch.episode_ids.tolist(), batch.metadata, strict=True):
+        about |= {LEFT_OUT: "truncated"} if episode == out else {}
+    own = batch.flat_index((batch.episode_ids != out).nonzero().flatten())
+    share = float(taught(batch)[own].sum() / batch.loss_mask[own].sum())
+    assert 0 < share < 1 and fit(module("reward"), [batch])[0]["taught"] == pytest.approx(share)
 
 
 def test_the_task_counts_all_the_same() -> None:

@@ -312,6 +312,8 @@ def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
         ({"advantage": "reinforce_pp", "advantage_options": {"gamma": float("nan")}}, "gamma=nan must be a finite"),
         ({"correction": "masked", "correction_options": {"high": float("inf")}}, "high=inf must be a finite"),
         ({"objective": reports("mine", "reward")}, "named: reports 'reward', a name by which the run reports another"),
+        ({"objective": reports("taught")}, "named: reports 'taught', a name by which the run"),
+        ({"objective": reports("routing/changed")}, "named: reports 'routing/changed', a name by which the run"),
         ({"objective": reports("correction_weight")}, "named: reports 'correction_weight', a name by which the run"),
         (
             {"objective": reports("correction_cut"), "correction": "truncated"},

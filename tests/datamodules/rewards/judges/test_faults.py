@@ -46,7 +46,8 @@ def test_a_judge_that_is_not_there(waits: Callable[[float], None]) -> None:
 def test_a_judge_that_hangs_costs_its_deadline(waits: Callable[[float], None]) -> None:
     waits(NEVER)
     with JudgeServer(lambda asked, number: Said(points(1, 1), after_s=3.0)) as server:
-        (found,), _ = judged(rubric(server.url, about={"deadline_s": 60.0, "attempt_s": 0.3}), ["42"])
+        (found,), pool = judged(rubric(server.url, about={"deadline_s": 60.0, "attempt_s": 0.3}), ["42"])
+    assert pool.spent()["judge_calls"] == 1 and pool.spent()["judge_seconds"] > 0, "it was waited for"
     assert "1 attempt; at last it did not answer within 0.3 s (model.attempt_s)" in str(found)
 
 

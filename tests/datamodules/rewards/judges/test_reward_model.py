@@ -300,3 +300,4 @@ def test_a_server_that_gives_no_score(path: str, answer: Any, said: str) -> None
     with classifier([answer]) as (url, _):
         (found,), pool = judged(RewardModel(path, url=url, deadline_s=1.0), ["42"], prompt=TEXT)
     assert isinstance(found, RewardError) and said in str(found) and pool.spent()["judge_refused"] == 1
+    assert pool.spent()["judge_seconds"] > 0
