@@ -167,15 +167,28 @@ def refuse_lengths(model: PreTrainedModel, tree: PrefixTree) -> None:
             f"sequences[{i}] has {length} tokens, more than the model's max_position_embeddings of {limit}; shorten it"
             " or raise the model's limit"
         )
+    limit = _long_rope(config)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"sequences[{i}] has {length} tokens, and beyond original_max_position_embeddings of {limit} this model"
+            " rotates every token of a sequence by other angles (rope_type 'longrope'), so that what a prefix is"
+            f" depends on what follows it; shorten sequences to {limit} tokens, or use another model"
+        )
+
+
+def most_tokens(config: PretrainedConfig) -> int:
+    """Of a sequence that `refuse_lengths` takes, by the configuration of a model or of its text."""
+    text = config.get_text_config()
+    limits = text.max_position_embeddings, _long_rope(text)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _long_rope(config: PretrainedConfig) -> int | None:
+    """Tokens from which on a model with LongRoPE rotates all of a sequence otherwise; None for others."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(one for one in rope.values() if isinstance(one, dict))):
-        limit = part.get("original_max_position_embeddings")
-        if part.get("rope_type") == "longrope" and limit is not None and length > limit:
-            raise ValueError(
-                f"sequences[{i}] has {length} tokens, and beyond original_max_position_embeddings of {limit} this model"
-                " rotates every token of a sequence by other angles (rope_type 'longrope'), so that what a prefix is"
-                f" depends on what follows it; shorten sequences to {limit} tokens, or use another model"
-            )
+    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, most_tokens
 from tests.app.tree import models, oracle
 
 GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
@@ -203,6 +203,14 @@ def test_positions_that_depend_on_what_follows_are_refused() -> None:
     expected = [out.logprobs for out in oracle.dense_forward(model, [np.asarray(one) for one in kept])]
     got = run(model, kept).logprobs
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(got, expected, strict=True))
+
+
+def test_positions_that_a_sequence_may_have() -> None:
+    of_kinds = {"full_attention": LONG_ROPE["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    config = models.make("phi3").config
+    assert most_tokens(config) == 64
+    config.rope_parameters = of_kinds
+    assert most_tokens(config) == most_tokens(models.make("phi3", **LONG_ROPE).config) == 12
 
 
 def test_layers_that_drop_keyword_arguments_are_refused_by_name() -> None:
