@@ -226,11 +226,12 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
 
 
 _NOT_IN_LAYERS = ("classifier", "summary")
+_NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Dropout, and the noise of a router, would differ between the runs of one token. Functional ones show in the
-    configuration."""
+    """Dropout, of numbers or of layers, and the noise of a router would differ between the runs of one token.
+    Functional ones show in the configuration."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise ValueError(f"dropout of {module.p} at '{name}' in training mode; set it to 0 or call eval()")
@@ -239,7 +240,7 @@ def refuse_dropout(model: nn.Module) -> None:
     vision = getattr(model.config, "vision_config", None)
     rates = [part.to_dict() for part in (model.config.get_text_config(), vision) if part is not None]
     for key, rate in (item for part in rates for item in part.items()):
-        named = ("dropout" in key or "jitter" in key or key.endswith("pdrop")) and not key.startswith(_NOT_IN_LAYERS)
+        named = any(noise in key for noise in _NOISE) and not key.startswith(_NOT_IN_LAYERS)
         if named and isinstance(rate, float) and rate > 0:
             raise ValueError(
                 f"{key} of {rate} in training mode; set it to 0 in the model's configuration or call eval()"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+from transformers import CONFIG_MAPPING, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
 from app.tree import PrefixTree, TreeEngine, most_tokens
 from tests.app.tree import models, oracle
+from tests.app.tree.engine.pictures import others
 
 GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
 
@@ -60,13 +62,23 @@ def test_longer_than_the_model_allows(model) -> None:
         ("starcoder2", {"embedding_dropout": 0.1}),
         ("phi", {"resid_pdrop": 0.1}),
         ("phi", {"embd_pdrop": 0.1}),
+        ("opt", {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.1}),
     ],
 )
 def test_dropout_in_training_mode(name: str, options: dict) -> None:
     model = models.make(name, **options)
-    refused(model, "dropout")
+    refused(model, "layerdrop of 0.1" if "layerdrop" in options else "dropout")
     model.eval()
     run(model)
+
+
+def test_dropped_paths_of_a_tower_in_training_mode() -> None:
+    """Whose rate is above 0 unless it is said."""
+    if "qianfan_ocr" not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no qianfan_ocr")
+    model = others.model_of("qianfan_ocr", others.OTHERS["qianfan_ocr"][0]).train()
+    refused(model, "drop_path_rate of 0.1 in training mode")
+    run(model.eval())
 
 
 def test_dropout_of_the_value_head(model) -> None:
