@@ -177,9 +177,9 @@ def refuse_lengths(model: PreTrainedModel, tree: PrefixTree) -> None:
 
 
 def most_tokens(config: PretrainedConfig) -> int:
-    """Of a sequence that `refuse_lengths` takes, by the configuration of a model or of its text."""
+    """Of a sequence that trains, by the configuration of a model or of its text."""
     text = config.get_text_config()
-    limits = text.max_position_embeddings, _long_rope(text)
+    limits = text.max_position_embeddings, _long_rope(text), _in_masks(text)
     return min(limit for limit in limits if limit is not None)
 
 
@@ -189,6 +189,14 @@ def _long_rope(config: PretrainedConfig) -> int | None:
     parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]
     limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _in_masks(config: PretrainedConfig) -> int | None:
+    """Tokens up to which no window counts that layers do not pass to attention: from the last, nothing is predicted."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    windowed = config.model_type == "phimoe" and not kinds
+    windowed |= config.model_type in ("phimoe", "qwen2_moe") and "sliding_attention" in (kinds or ())
+    return window + 1 if windowed and window is not None else None
 
 
 def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:

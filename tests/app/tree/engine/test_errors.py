@@ -251,6 +251,7 @@ def test_a_window_that_only_the_mask_has_is_refused(name: str, options: dict) ->
     model = models.make(name, sliding_window=5, **EXPERTS, **options).eval()
     refused(model, r"has a window of 5 tokens in the mask", sequences=[np.arange(3, 10)])
     sequence = np.arange(3, 9)  # nothing is predicted from the last
+    assert most_tokens(model.config) == len(sequence)
     expected = oracle.dense_forward(model, [sequence])[0].logprobs
     assert (run(model, [sequence]).logprobs[0] - expected).abs().max() < 1e-5
 

@@ -436,3 +436,15 @@ def test_no_request_is_longer_than_what_rotates_as_training_does() -> None:
         assert_parity({0: policy}, longest, asyncio.run(generate_all(engine, requests))[0], 1e-5)
     finally:
         engine.close()
+
+
+def test_no_request_goes_beyond_a_window_that_only_the_mask_has() -> None:
+    policy = models.make("phimoe", sliding_window=7, num_local_experts=4).eval()
+    engine = started(policy, cuda_graphs=False)
+    try:
+        with pytest.raises(GenerationError, match=r"max_new_tokens.*context of 8"):
+            asyncio.run(engine.generate(GenerationRequest([1, 2], 7)))
+        (longest,) = requests = [GenerationRequest([1, 2], 6)]
+        assert_parity({0: policy}, longest, asyncio.run(generate_all(engine, requests))[0], 1e-5)
+    finally:
+        engine.close()
