@@ -53,7 +53,7 @@ from app.tree.model.quantised import (
     settle_quantised,
     whole_weights,
 )
-from app.tree.model.refusals import refuse_lengths, refuse_pictures, refuse_tokens
+from app.tree.model.refusals import most_tokens, refuse_lengths, refuse_pictures, refuse_tokens
 from app.tree.model.shallow import first_layers
 from app.tree.model.vocabulary import CutVocabulary, vocabulary_modules
 from app.tree.partition import partition
@@ -118,6 +118,7 @@ __all__ = [
     "language_model",
     "leave_unscaled",
     "made_by",
+    "most_tokens",
     "moves_base",
     "on_device",
     "own_config",

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from app.tree.attention.kernels import AMPERE, triton_lacks
+from app.tree.heads.scaling import logits_scaling
 from app.tree.heads.soft import Likeliest, Soft, SoftTargets
 from app.tree.model.projections import add_product
 from app.tree.model.vocabulary import CutVocabulary
@@ -79,13 +80,7 @@ class Heads:
         self.vocabulary = vocabulary if vocabulary is not None and vocabulary.projects else None
         self.vocab_size = config.vocab_size
         self._columns = config.vocab_size if self.vocabulary is None else self.vocabulary.count
-        scaling, times = getattr(config, "logits_scaling", None), config.model_type == "hyperclovax"
-        self._divide = None if times else scaling  # Granite
-        own = [scaling if times else None, getattr(config, "lm_head_multiplier", None)]  # HyperCLOVAX, Falcon-H1
-        own.append(getattr(config, "output_multiplier", None))  # Muse
-        own.append(getattr(model, "logit_scale", None))  # Cohere; not Aya Vision, whose configuration says it as well
-        self._multiply = next((value for value in own if value is not None), None)
-        self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        self._divide, self._multiply, self._softcap = logits_scaling(model)
         if head_tokens != "auto" and (isinstance(head_tokens, str) or head_tokens < 1):
             raise ValueError(f"head_tokens must be 'auto' or an integer of at least 1, got {head_tokens!r}")
         self._given = None if isinstance(head_tokens, str) else head_tokens

@@ -167,15 +167,36 @@ def refuse_lengths(model: PreTrainedModel, tree: PrefixTree) -> None:
             f"sequences[{i}] has {length} tokens, more than the model's max_position_embeddings of {limit}; shorten it"
             " or raise the model's limit"
         )
+    limit = _long_rope(config)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"sequences[{i}] has {length} tokens, and beyond original_max_position_embeddings of {limit} this model"
+            " rotates every token of a sequence by other angles (rope_type 'longrope'), so that what a prefix is"
+            f" depends on what follows it; shorten sequences to {limit} tokens, or use another model"
+        )
+
+
+def most_tokens(config: PretrainedConfig) -> int:
+    """Of a sequence that trains, by the configuration of a model or of its text."""
+    text = config.get_text_config()
+    limits = text.max_position_embeddings, _long_rope(text), _in_masks(text)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _long_rope(config: PretrainedConfig) -> int | None:
+    """Tokens from which on a model with LongRoPE rotates all of a sequence otherwise; None for others."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(one for one in rope.values() if isinstance(one, dict))):
-        limit = part.get("original_max_position_embeddings")
-        if part.get("rope_type") == "longrope" and limit is not None and length > limit:
-            raise ValueError(
-                f"sequences[{i}] has {length} tokens, and beyond original_max_position_embeddings of {limit} this model"
-                " rotates every token of a sequence by other angles (rope_type 'longrope'), so that what a prefix is"
-                f" depends on what follows it; shorten sequences to {limit} tokens, or use another model"
-            )
+    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    limits = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _in_masks(config: PretrainedConfig) -> int | None:
+    """Tokens up to which no window counts that layers do not pass to attention: from the last, nothing is predicted."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    windowed = config.model_type == "phimoe" and not kinds
+    windowed |= config.model_type in ("phimoe", "qwen2_moe") and "sliding_attention" in (kinds or ())
+    return window + 1 if windowed and window is not None else None
 
 
 def _find_token(tree: PrefixTree, token: int) -> tuple[int, int, int]:
@@ -213,11 +234,12 @@ def refuse_unsupported(model: PreTrainedModel, stateful: Collection[int], types:
 
 
 _NOT_IN_LAYERS = ("classifier", "summary")
+_NOISE = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter")
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Dropout, and the noise of a router, would differ between the runs of one token. Functional ones show in the
-    configuration."""
+    """Dropout, of numbers or of layers, and the noise of a router would differ between the runs of one token.
+    Functional ones show in the configuration."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise ValueError(f"dropout of {module.p} at '{name}' in training mode; set it to 0 or call eval()")
@@ -226,7 +248,7 @@ def refuse_dropout(model: nn.Module) -> None:
     vision = getattr(model.config, "vision_config", None)
     rates = [part.to_dict() for part in (model.config.get_text_config(), vision) if part is not None]
     for key, rate in (item for part in rates for item in part.items()):
-        named = ("dropout" in key or "jitter" in key or key.endswith("pdrop")) and not key.startswith(_NOT_IN_LAYERS)
+        named = any(noise in key for noise in _NOISE) and not key.startswith(_NOT_IN_LAYERS)
         if named and isinstance(rate, float) and rate > 0:
             raise ValueError(
                 f"{key} of {rate} in training mode; set it to 0 in the model's configuration or call eval()"

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from app import checks
 from app.text import reason
-from app.tree import Routers, Tower
+from app.tree import Routers, Tower, most_tokens
 from datamodules.conversations.image_processor import ImageProcessor
 from datamodules.inference.clock import PausedClock
 from datamodules.inference.embedded.batcher import Batcher, Sequence
@@ -230,8 +230,7 @@ class EmbeddedEngine(InferenceEngine):
 
     @property
     def max_context(self) -> int:
-        limit = self._running_batcher().model.config.get_text_config().max_position_embeddings
-        return min(limit, self.kv_cache_tokens)
+        return min(most_tokens(self._running_batcher().model.config), self.kv_cache_tokens)
 
     def health(self) -> dict[str, Any]:
         with self._condition:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
-from app.tree import tower_parameters
+from app.tree import most_tokens, tower_parameters
 from datamodules.inference.export import ExportError, adapter_weights, base_model, checkpoint_shapes
 from datamodules.inference.protocol import GenerationError, WeightUpdate
 from datamodules.inference.served_config import as_on_the_hub
@@ -39,14 +39,14 @@ class ModelMatch:
 
     Attributes:
         vocab_size: rows of its embedding.
-        positions: most tokens it can attend to.
+        positions: most tokens it can attend to, as it does in training.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: bool = False, records: bool = False) -> None:
         self._records = records
         base = base_model(model)
         self.vocab_size: int = base.get_input_embeddings().num_embeddings
-        self.positions: int = base.config.get_text_config().max_position_embeddings
+        self.positions: int = most_tokens(base.config)
         self.architecture = type(base).__name__
         self._rounded = base.dtype != torch.float32  # or it was said already that servers round
         self._adapter = adapter

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+from transformers import CONFIG_MAPPING, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
-from app.tree import PrefixTree, TreeEngine
+from app.tree import PrefixTree, TreeEngine, most_tokens
 from tests.app.tree import models, oracle
+from tests.app.tree.engine.pictures import others
 
 GOOD = [np.array([1, 2, 3]), np.array([1, 2, 5, 6])]
 
@@ -60,13 +62,23 @@ def test_longer_than_the_model_allows(model) -> None:
         ("starcoder2", {"embedding_dropout": 0.1}),
         ("phi", {"resid_pdrop": 0.1}),
         ("phi", {"embd_pdrop": 0.1}),
+        ("opt", {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.1}),
     ],
 )
 def test_dropout_in_training_mode(name: str, options: dict) -> None:
     model = models.make(name, **options)
-    refused(model, "dropout")
+    refused(model, "layerdrop of 0.1" if "layerdrop" in options else "dropout")
     model.eval()
     run(model)
+
+
+def test_dropped_paths_of_a_tower_in_training_mode() -> None:
+    """Whose rate is above 0 unless it is said."""
+    if "qianfan_ocr" not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no qianfan_ocr")
+    model = others.model_of("qianfan_ocr", others.OTHERS["qianfan_ocr"][0]).train()
+    refused(model, "drop_path_rate of 0.1 in training mode")
+    run(model.eval())
 
 
 def test_dropout_of_the_value_head(model) -> None:
@@ -205,6 +217,14 @@ def test_positions_that_depend_on_what_follows_are_refused() -> None:
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(got, expected, strict=True))
 
 
+def test_positions_that_a_sequence_may_have() -> None:
+    of_kinds = {"full_attention": LONG_ROPE["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    config = models.make("phi3").config
+    assert most_tokens(config) == 64
+    config.rope_parameters = of_kinds
+    assert most_tokens(config) == most_tokens(models.make("phi3", **LONG_ROPE).config) == 12
+
+
 def test_layers_that_drop_keyword_arguments_are_refused_by_name() -> None:
     model = models.make("nemotron")
     refused(model, r"layer 0 \(NemotronAttention\): does not hand keyword arguments of the forward on")
@@ -231,6 +251,7 @@ def test_a_window_that_only_the_mask_has_is_refused(name: str, options: dict) ->
     model = models.make(name, sliding_window=5, **EXPERTS, **options).eval()
     refused(model, r"has a window of 5 tokens in the mask", sequences=[np.arange(3, 10)])
     sequence = np.arange(3, 9)  # nothing is predicted from the last
+    assert most_tokens(model.config) == len(sequence)
     expected = oracle.dense_forward(model, [sequence])[0].logprobs
     assert (run(model, [sequence]).logprobs[0] - expected).abs().max() < 1e-5
 

@@ -21,6 +21,7 @@ from datamodules.inference.embedded.batcher import Batcher, Sequence
 from datamodules.inference.embedded.static_decode import differences, padded, padded_rows
 from datamodules.inference.embedded.weights import copy_of
 from datamodules.inference.protocol import GenerationError, GenerationRequest, GenerationResponse, WeightUpdate
+from tests.app.tree import models
 from tests.app.tree.cases import VOCABULARY as SMALL
 from tests.app.tree.engine import families
 from tests.datamodules.inference.embedded.test_states import policy_of
@@ -419,3 +420,31 @@ def test_replays_on_a_gpu_are_the_steps_they_replace(name: str) -> None:
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert batchers[1].decoding.endswith("CUDA graphs"), batchers[1].decoding
+
+
+def test_no_request_is_longer_than_what_rotates_as_training_does() -> None:
+    """LongRoPE: beyond its original length it and all that decode beside it would be rotated otherwise."""
+    rope = dict(rope_type="longrope", rope_theta=100.0, original_max_position_embeddings=12)
+    rope |= dict(short_factor=[1.0, 1.1], long_factor=[4.0, 8.0])
+    policy = models.make("phi3", original_max_position_embeddings=12, rope_parameters=rope).eval()
+    engine = started(policy)
+    try:
+        assert engine.max_context == 12
+        with pytest.raises(GenerationError, match=r"max_new_tokens.*context of 12"):
+            asyncio.run(engine.generate(GenerationRequest([1, 2], 11)))
+        (longest,) = requests = [GenerationRequest([1, 2], 10)]
+        assert_parity({0: policy}, longest, asyncio.run(generate_all(engine, requests))[0], 1e-5)
+    finally:
+        engine.close()
+
+
+def test_no_request_goes_beyond_a_window_that_only_the_mask_has() -> None:
+    policy = models.make("phimoe", sliding_window=7, num_local_experts=4).eval()
+    engine = started(policy, cuda_graphs=False)
+    try:
+        with pytest.raises(GenerationError, match=r"max_new_tokens.*context of 8"):
+            asyncio.run(engine.generate(GenerationRequest([1, 2], 7)))
+        (longest,) = requests = [GenerationRequest([1, 2], 6)]
+        assert_parity({0: policy}, longest, asyncio.run(generate_all(engine, requests))[0], 1e-5)
+    finally:
+        engine.close()

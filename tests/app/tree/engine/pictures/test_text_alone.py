@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 from app.tree import PrefixTree, TreeEngine
 from examples.vision.make_model import write
+from tests.app.tree.engine import families
+from tests.app.tree.engine.pictures import others
 
 
 @pytest.mark.parametrize("budget", [None, 7])
@@ -40,3 +42,11 @@ def test_plans_and_gradients_are_those_of_the_language_model(tmp_path: Path, bud
     assert budget is None or one.live_tokens == other.live_tokens  # else of the memory that is free at the moment
     torch.testing.assert_close(*gradients, atol=1e-9, rtol=1e-9)
     assert not any(p.grad is not None for name, p in sees.named_parameters() if "visual" in name)
+
+
+def test_logits_are_scaled_where_the_whole_model_scales_them() -> None:
+    """LLaVA-NeXT leaves them as they are around a Granite, too, which by itself divides them; as Granite Vision is."""
+    kind, text = "llava_next", dict(model_type="granite", logits_scaling=4.0)
+    families.within(families.errors(others.model_of(kind, {**others.OTHERS[kind][0], "text_config": text})))
+    alone = families.SUPPORTED["Granite"]
+    families.within(families.errors(families.build(alone)))
