@@ -88,7 +88,8 @@ class RewardBand(GroupFilter):
 
 
 class TooManyTruncated(GroupFilter):
-    """Leaves out groups many of whose episodes were cut off (finish reason "length"): their rewards say little.
+    """Leaves out groups many of whose episodes were cut off (a sequence has finish reason "length"): their rewards say
+    little.
 
     Args:
         most: largest share of such episodes that is still trained on, in [0, 1).
@@ -109,9 +110,9 @@ class TooManyTruncated(GroupFilter):
 
 
 class LeaveOutTruncated(GroupFilter):
-    """Keeps groups, and leaves out of training their episodes that were cut off (finish reason "length"): their rewards
-    still count in the group's statistics. DAPO's overlong filtering (Yu et al. 2025, section 3.4). Not for objectives
-    that compare episodes (dpo, tba).
+    """Keeps groups, and leaves out of training their episodes that were cut off (a sequence has finish reason "length",
+    in agents of several conversations any of them): their rewards still count in the group's statistics. DAPO's
+    overlong filtering (Yu et al. 2025, section 3.4). Not for objectives that compare episodes (dpo, tba).
     """
 
     def reason(self, group: Group) -> str | None:
