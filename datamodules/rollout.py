@@ -222,12 +222,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The stream: position, prompts in progress (to be played again), finished groups, the groups of a batch under
-        way, counters."""
-        if self._producer is None:
-            state = dict(self._stream or {})
-        else:
-            state = self._producer.state_dict(**self._in_training(self._producer))
-        return {**state, fingerprint.KEY: dict(self._made_with)}
+        way, counters; what a judge has used."""
+        producer, spent = self._producer, {} if self._pool is None else self._pool.state_dict()
+        state = dict(self._stream or {}) if producer is None else producer.state_dict(**self._in_training(producer))
+        return {**state, **spent, fingerprint.KEY: dict(self._made_with)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes effect with the next `start`. Warns of another stream's settings (`pipeline/fingerprint.py`).
@@ -239,6 +237,8 @@ class RolloutDataModule(L.LightningDataModule):
             raise RuntimeError("RolloutDataModule.load_state_dict: rollouts are running; load before start")
         fingerprint.compare(state_dict, self._made_with, fingerprint.ROLLOUTS, self.trainer)
         predicts = self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
+        if self._pool is not None and not predicts:
+            self._pool.load_state_dict(state_dict)
         self._stream = to_play_again(state_dict) if predicts else dict(state_dict)
         self._handed_out_at = self._stream.get("version")
 
@@ -333,9 +333,7 @@ class RolloutDataModule(L.LightningDataModule):
         if not self._trainer().is_global_zero:
             return []
         groups = self._running_producer().collect(self.batch_size, self.limits.collect_deadline_s)
-        if not groups:
-            return []
-        if self._recorder is not None:
+        if groups and self._recorder is not None:
             self._recorder.write(self.gate.version, groups)
         return groups
 

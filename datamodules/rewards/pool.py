@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,13 @@ class RewardPool:
     def spent(self) -> dict[str, float]:
         """What rewards used, for the logs: nothing that costs."""
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of rewards: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
 
     @property
     def exhausted(self) -> str:

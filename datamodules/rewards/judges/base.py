@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 class Client(Protocol):
-    """What a judge's questions go through, for one launch. Attributes: spent, what was used so far."""
+    """What a judge's questions go through, for one launch. Attributes: spent, what the run used so far."""
 
     spent: Spent
 

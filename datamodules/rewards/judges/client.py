@@ -50,7 +50,7 @@ class Question(Generic[_T]):
 
 @dataclass
 class Spent:
-    """Counts of a launch: requests sent, verdicts from the cache, requests made again, verdicts refused, answers that
+    """Counts of a run: requests sent, verdicts from the cache, requests made again, verdicts refused, answers that
     could not be read; tokens as the server counts them."""
 
     calls: int = 0

@@ -22,7 +22,8 @@ class BudgetSpent(JudgeError):
 
 @dataclass(frozen=True)
 class Budget:
-    """What a launch may use. Verdicts from the cache are free; requests that fail count.
+    """What a run may use, all its launches together: one that goes on begins with what its checkpoint says (what was
+    used after that is not known to it). Verdicts from the cache are free; requests that fail count.
 
     Attributes:
         max_calls: requests; never exceeded.

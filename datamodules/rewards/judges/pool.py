@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,18 @@ class JudgePool:
 
     def spent(self) -> dict[str, float]:
         """`judge_calls`, `judge_cached`, `judge_retries`, `judge_refused`, `judge_misread`, `judge_input_tokens`,
-        `judge_output_tokens`, `judge_cost`, `judge_seconds`: of this launch so far."""
+        `judge_output_tokens`, `judge_cost`, `judge_seconds`: since the run began, as far as checkpoints know."""
         return {f"judge_{name}": float(value) for name, value in vars(self._client.spent).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was used, for a checkpoint's stream: a budget is of all launches of a run."""
+        return {"judge": dict(vars(self._client.spent))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`; from nothing where it holds none. Before the first question."""
+        saved = state.get("judge", {})
+        for name in vars(self._client.spent).keys() & saved.keys():
+            setattr(self._client.spent, name, saved[name])
 
     def of_group(self, samples: int) -> list[Score]:
         """What each of a group's episodes asks for its reward."""

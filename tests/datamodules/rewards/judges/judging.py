@@ -29,10 +29,16 @@ def points(right: int, short: int) -> str:
 
 
 def judged(
-    judge: Judge, replies: Sequence[Any], options: RewardOptions | None = None, prompt: Prompt = PROMPT
+    judge: Judge,
+    replies: Sequence[Any],
+    options: RewardOptions | None = None,
+    prompt: Prompt = PROMPT,
+    state: dict[str, Any] | None = None,
 ) -> tuple[list[Any], JudgePool]:
-    """What became of the replies, asked about at once and each alone: judgements, or errors."""
+    """What became of the replies, asked about at once and each alone: judgements, or errors. `state`: of an earlier
+    launch."""
     pool = JudgePool(judge, options)
+    pool.load_state_dict(state or {})
 
     async def body() -> list[Any]:
         await pool.open()

@@ -269,6 +269,15 @@ def test_a_budget_is_kept_and_its_end_is_no_score(budget: Budget, calls: int, na
     assert name in pool.exhausted
 
 
+def test_a_budget_is_of_all_launches() -> None:
+    with JudgeServer(lambda asked, number: points(10, 10)) as server:
+        judge = rubric(server.url, about={"budget": Budget(max_calls=3), "max_concurrent": 1})
+        _, first = judged(judge, ["1", "2"])
+        found, pool = judged(judge, ["3", "4"], state=json.loads(json.dumps(first.state_dict())))
+    assert len(server.asked) == 3 and pool.spent()["judge_calls"] == 3 and pool.spent()["judge_input_tokens"] == 300
+    assert found[0].value == 1.0 and "3 of 3 (model.budget.max_calls)" in str(found[1])
+
+
 def test_a_budget_that_cannot_be_counted_is_refused() -> None:
     with JudgeServer(lambda asked, number: Said(points(1, 1), usage=False)) as server:
         (found,), _ = judged(rubric(server.url, about={"budget": Budget(max_tokens=10)}), ["42"])

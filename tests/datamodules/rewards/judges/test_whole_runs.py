@@ -128,11 +128,18 @@ def test_a_run_waits_for_a_judge_that_is_busy_and_then_away(tmp_path: Path) -> N
 
 
 def test_a_run_whose_judge_has_spent_its_budget_ends_and_says_so(tmp_path: Path) -> None:
+    """And so it does where it goes on: a budget is of all launches. Raised, it trains the batch that was missing."""
     rubric = {"criteria": {"short": "the answer is short"}, "scale": 5}
     with JudgeServer(grade) as server:
         done = run(tmp_path, server.url, judge=rubric, budget={"max_calls": 18})
-    assert done.returncode != 0 and len(server.asked) == 18
-    assert "the judge has spent its budget: 18 of 18 (model.budget.max_calls)" in done.stdout + done.stderr
-    rows = metrics(tmp_path / "run")
+        rows = metrics(tmp_path / "run")
+        on = run(tmp_path, server.url, "--ckpt_path", "last", judge=rubric, budget={"max_calls": 18})
+        asked = len(server.asked)
+        last = run(tmp_path, server.url, "--ckpt_path", "last", judge=rubric, budget={"max_calls": 40})
+    for one in (done, on):
+        assert one.returncode != 0 and asked == 18
+        assert "the judge has spent its budget: 18 of 18 (model.budget.max_calls)" in one.stdout + one.stderr
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert column(metrics(tmp_path / "run"), "rollouts/judge_calls")[-1] == 18 + 8
     assert len(column(rows, "reward")) == 2  # two batches of eight were judged
     assert unaccounted(accounts(rows)) == 0
