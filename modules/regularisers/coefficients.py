@@ -53,6 +53,11 @@ class Coef(ABC):
 
     start: float
 
+    def __repr__(self) -> str:
+        """What checkpoints know it by: its class, and what it was made with."""
+        options = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(options)})"
+
     @abstractmethod
     def step(self, state: CoefState, bonus: bool) -> float:
         """The value after a step.
@@ -221,17 +226,18 @@ class Coefs:
         return {name: {"rule": repr(self._rules[name]), **asdict(state)} for name, state in self._states.items()}
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Those that were of the same class go on where they were, which is told where their options are others now."""
+        """Those that were of the same class go on where they were, others begin; which is told of all but rules with
+        the same options."""
         for name in saved.keys() & self._rules.keys():
-            rule, state = self._rules[name], dict(saved[name])
-            before, now = str(state.pop("rule")), repr(rule)
+            state, now = dict(saved[name]), repr(self._rules[name])
+            before, how = str(state.pop("rule")), "begins at"
             if before.partition("(")[0] == now.partition("(")[0]:
-                self._states[name] = CoefState(**state)
-                if before != now:
-                    rank_zero_warn(
-                        f"model.regularisers.{name}.coef was {before} and is {now}, which goes on from"
-                        f" {self[name]:g}, where the checkpoint is after {state['steps']} steps"
-                    )
+                self._states[name], how = CoefState(**state), "goes on from"
+            if before != now:
+                rank_zero_warn(
+                    f"model.regularisers.{name}.coef was {before} and is {now}, which {how} {self[name]:g}; the"
+                    f" checkpoint is after {state['steps']} steps"
+                )
 
 
 def _check(name: str, coef: Any) -> None:

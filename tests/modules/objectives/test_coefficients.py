@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,40 @@ def test_other_options_on_going_on_are_told(tmp_path: Path) -> None:
         UserWarning, match=r"regularisers\.entropy\.coef was SteppedCoef\(.*0\.05.* and is .*0\.01.*from"
     ):
         trainer().fit(made, Batches(batches()), ckpt_path=tmp_path / "step=2.ckpt", weights_only=True)
+
+
+class Halving(Coef):
+    """As docs/extending.md has it: no dataclass, and no repr of its own."""
+
+    def __init__(self, start: float) -> None:
+        self.start, self._calls = start, 0
+
+    def step(self, state: CoefState, bonus: bool) -> float:
+        self._calls += 1  # what begins with _ is none of its options
+        return state.value / 2
+
+
+def test_a_rule_of_ones_own_goes_on() -> None:
+    first, second = (Coefs({"x": Halving(0.8)}) for _ in range(2))
+    first.step({"x": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load_state_dict(first.state_dict())
+    assert second["x"] == pytest.approx(0.4)
+    assert second.state_dict() == first.state_dict()
+    changed = Coefs({"x": Halving(0.5)})
+    with pytest.warns(
+        UserWarning, match=r"x\.coef was Halving\(start=0\.8\) and is Halving\(start=0\.5\), which goes on"
+    ):
+        changed.load_state_dict(first.state_dict())
+
+
+def test_another_rule_begins_which_is_told() -> None:
+    first, other = Coefs({"x": Halving(0.8)}), Coefs({"x": LinearCoef(0.3, 0.1, 4)})
+    first.step({"x": 1.0})
+    with pytest.warns(UserWarning, match=r"x\.coef was Halving\(.* and is LinearCoef\(.*, which begins at 0\.3"):
+        other.load_state_dict(first.state_dict())
+    assert other["x"] == pytest.approx(0.3)
 
 
 def test_early_checkpoints_begin_at_the_start(tmp_path: Path) -> None:
