@@ -196,18 +196,15 @@ class Coefs:
         """What costs of `name` are multiplied by in this step.
 
         Raises:
-            ValueError: a rule gives no such number.
+            ValueError: a rule gives no finite number of at least 0.
         """
         if name in self._fixed:
             return self._fixed[name]
         rule, state = self._rules[name], self._states[name]
-        found = rule.applied(state, name in self._bonuses)
-        if not 0 <= found < math.inf:
-            raise ValueError(
-                f"regularisers.{name}: coef: {type(rule).__name__} gives {found} after {state.steps} steps, must be"
-                " finite and at least 0: mend its step or applied"
-            )
-        return float(found)
+        found = _number(name, rule, rule.applied(state, name in self._bonuses), state.steps)
+        if found < 0:
+            raise _no_number(name, rule, found, state.steps)
+        return found
 
     @property
     def logged(self) -> dict[str, float]:
@@ -220,7 +217,9 @@ class Coefs:
             state, now = self._states[name], measured[name]
             known = now is not None and math.isfinite(now)
             state = replace(state, steps=state.steps + 1, measured=now if known else state.measured)
-            self._states[name] = replace(state, value=self._rules[name].step(state, name in self._bonuses))
+            rule = self._rules[name]
+            value = _number(name, rule, rule.step(state, name in self._bonuses), state.steps)
+            self._states[name] = replace(state, value=value)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {name: {"rule": repr(self._rules[name]), **asdict(state)} for name, state in self._states.items()}
@@ -238,6 +237,24 @@ class Coefs:
                     f"model.regularisers.{name}.coef was {before} and is {now}, which {how} {self[name]:g}; the"
                     f" checkpoint is after {state['steps']} steps"
                 )
+
+
+def _number(name: str, rule: Coef, given: Any, steps: int) -> float:
+    """What a rule gives, as checkpoints can load it: numpy's numbers and tensors they cannot."""
+    try:
+        found = float(given)
+    except (TypeError, ValueError):
+        raise _no_number(name, rule, given, steps) from None
+    if not math.isfinite(found):
+        raise _no_number(name, rule, given, steps)
+    return found
+
+
+def _no_number(name: str, rule: Coef, given: Any, steps: int) -> ValueError:
+    return ValueError(
+        f"regularisers.{name}: coef: {type(rule).__name__} gives {given} after {steps} steps, must be finite and at"
+        " least 0: mend its step or applied"
+    )
 
 
 def _check(name: str, coef: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -81,15 +82,27 @@ def test_what_rules_refuse(make: Callable[[], Coef], message: str) -> None:
         make()
 
 
-def test_a_rule_of_ones_own_that_gives_no_number_is_named() -> None:
-    class Mine(Coef):
-        start = 0.1
+class Gives(Coef):
+    start = 0.1
 
-        def step(self, state: CoefState, bonus: bool) -> float:
-            return math.nan
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
-    with pytest.raises(ValueError, match=r"regularisers\.x: coef: Mine gives nan after 1 steps, must be finite"):
-        seen(Mine(), [0.1])
+    def step(self, state: CoefState, bonus: bool) -> Any:
+        return self._value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, None, "much", torch.ones(2)])
+def test_a_rule_of_ones_own_that_gives_no_number_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"regularisers\.x: coef: Gives gives .* after 1 steps, must be finite"):
+        seen(Gives(value), [0.1])
+
+
+@pytest.mark.parametrize("value", [np.float64(0.25), np.array(0.25), torch.tensor(0.25), 0.25])
+def test_checkpoints_hold_plain_numbers(value: Any) -> None:
+    coefs = Coefs({"x": Gives(value)})
+    coefs.step({"x": 0.1})
+    assert coefs["x"] == 0.25 and type(coefs.state_dict()["x"]["value"]) is float
 
 
 def batches(count: int = 3) -> list[RolloutBatch]:
