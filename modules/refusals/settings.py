@@ -236,6 +236,7 @@ _WEIGHTS = (
 _PASSES = {  # columns: what they are, and the option of the model that they are of
     "reference": ("the reference's log-probability", "model.reference"),
     "proximal": ("the policy's log-probability", "model.model"),
+    "entropy": ("the policy's entropy", "model.model"),
     "values": ("the critic's value", "model.critic (model.model where it is shared)"),
 }
 
