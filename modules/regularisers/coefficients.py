@@ -12,7 +12,8 @@ target.
           coef: {class_path: modules.regularisers.LinearCoef, init_args: {start: 0.05, end: 0.0, steps: 500}}
 
 Promises: all tokens of an optimizer step weigh by one coefficient, the same on all ranks (in the reward: all of a
-rollout batch); it changes after the step, by what was measured over all of it; checkpoints hold how far it is.
+rollout batch); it changes after the step, by what was measured over all of it, and where nothing was (a step without
+sequences) by no measurement of another's; checkpoints hold how far it is.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Coef(ABC):
         """The value after a step.
 
         Args:
-            state: `steps` and `measured` with that step, `value` before it.
+            state: `value` before that step, `steps` with it, `measured` what it measured, None where it had no tokens.
             bonus: the regulariser raises what is measured, as entropy's does; all others make it small.
         """
 
@@ -216,10 +217,9 @@ class Coefs:
         for name in measured.keys() & self._rules.keys():
             state, now = self._states[name], measured[name]
             known = now is not None and math.isfinite(now)
-            state = replace(state, steps=state.steps + 1, measured=now if known else state.measured)
-            rule = self._rules[name]
-            value = _number(name, rule, rule.step(state, name in self._bonuses), state.steps)
-            self._states[name] = replace(state, value=value)
+            rule, done = self._rules[name], replace(state, steps=state.steps + 1, measured=now if known else None)
+            value = _number(name, rule, rule.step(done, name in self._bonuses), done.steps)
+            self._states[name] = replace(done, value=value, measured=now if known else state.measured)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {name: {"rule": repr(self._rules[name]), **asdict(state)} for name, state in self._states.items()}

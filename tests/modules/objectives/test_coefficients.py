@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from app.batch import RolloutBatch
+from app.batch import LEFT_OUT, RolloutBatch
 from modules import PolicyModule, Regulariser
 from modules.ranks import split_minibatches
 from modules.regularisers import Coef, Coefs, CoefState, LinearCoef, ProportionalCoef, SteppedCoef
@@ -55,6 +55,7 @@ def test_proportional_moves_by_a_share_of_how_far_off_it_is() -> None:
     )
     assert seen(rule, [0.11], bonus=True) == pytest.approx([1.0, 0.95])
     assert seen(rule, [None, math.nan, 0.11]) == pytest.approx([1.0, 1.0, 1.0, 1.05])
+    assert seen(rule, [0.11, None, math.nan, 0.09]) == pytest.approx([1.0, 1.05, 1.05, 1.05, 1.05 * 0.95])
 
 
 def test_stepped_is_applied_after_steps_that_missed_the_target() -> None:
@@ -62,6 +63,20 @@ def test_stepped_is_applied_after_steps_that_missed_the_target() -> None:
     entropies = [0.5, 1.0, 0.9, 1.1, 0.9, 2.0, 2.0, 2.0, 0.1]
     assert seen(rule, list(entropies), bonus=True) == pytest.approx([0, 0.1, 0.2, 0.2, 0, 0.2, 0, 0, 0, 0.1])
     assert seen(rule, [1.5, 0.5]) == pytest.approx([0, 0.1, 0])
+    assert seen(rule, [0.5, None, 0.5, 2.0, None, 0.5], bonus=True) == pytest.approx([0, 0.1, 0.1, 0.2, 0, 0, 0.2])
+
+
+def test_steps_without_sequences_measure_nothing() -> None:
+    batch = make_batch()
+    for group, about in zip(batch.group_ids.tolist(), batch.metadata, strict=True):
+        about.update({LEFT_OUT: "by hand"} if group == 0 else {})
+    options: dict[str, Any] = {"minibatches": 3, "reference": "initial"}
+    rules = [Regulariser("entropy", SteppedCoef(2.9, delta=0.1)), Regulariser("kl", LinearCoef(0.4, 0.0, 4))]
+    steps = fit(PolicyModule(source(), optimizer=sgd, regularisers=rules, **options), [batch])
+    idle = next(k for k, step in enumerate(steps) if "entropy" not in step)
+    measured = [step["coef/entropy"] for k, step in enumerate(steps) if k != idle]
+    assert idle in (0, 1) and measured == pytest.approx([0.0, 0.1])  # one that was measured, and no more
+    assert [step["coef/kl"] for step in steps] == pytest.approx([0.4, 0.3, 0.2])  # as schedules of learning rates
 
 
 @pytest.mark.parametrize(
