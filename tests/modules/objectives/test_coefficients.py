@@ -207,6 +207,24 @@ def test_a_run_goes_on_with_them_in_the_middle_of_a_batch(tmp_path: Path) -> Non
         assert_equal(parameters(made.policy), expected)
 
 
+@pytest.mark.parametrize("kept", [3, 2, 0])
+def test_costs_in_the_reward_are_measured_on_what_is_trained(kept: int) -> None:
+    """Of `kept` groups; the others are left out, and count in the reward of their group alone."""
+    batch, rule = make_batch(), ProportionalCoef(0.5, 0.1, gain=1.0)
+    for group, about in zip(batch.group_ids.tolist(), batch.metadata, strict=True):
+        about.update({LEFT_OUT: "by hand"} if group >= kept else {})
+    cost = Regulariser("overlong", rule, "reward", {"max_tokens": 4, "buffer_tokens": 2})
+    made = PolicyModule(source(), optimizer=sgd, regularisers=[cost])
+    fit(made, [batch])
+    spent, tokens, masks = 0.0, 0, batch.split(batch.loss_mask)
+    for episode in range(3 * kept):
+        generated = sum(int(mask.sum()) for e, mask in zip(batch.episode_ids.tolist(), masks) if e == episode)
+        spent, tokens = spent + min(1.0, max(0.0, (generated - 2) / 2)), tokens + generated
+    state = made.algorithm.coefs.state_dict()["penalty/overlong"]
+    assert state["measured"] == (pytest.approx(spent / tokens) if kept else None)
+    assert state["steps"] == 1 and (state["value"] == 0.5) == (not kept)
+
+
 def test_other_options_on_going_on_are_told(tmp_path: Path) -> None:
     trained(tmp_path, module())
     changed = [dataclasses.replace(REGULARISERS[0], coef=SteppedCoef(2.375, delta=0.01)), *REGULARISERS[1:2]]
