@@ -433,7 +433,7 @@ class Algorithm:
             reported += [(one, name) for name in stats if one is not None]
         reported += [(c, c.name) for _, c in self.loss_costs if c.function is not REGULARISERS["entropy"]]
         reported += [(choice, f"penalty/{choice.name}") for _, choice in self.reward_costs]
-        owners = dict.fromkeys(LOGGED, "the run")
+        owners = dict.fromkeys((*LOGGED, *self.coefs.logged), "the run")
         for choice, name in reported:
             if name in owners:
                 raise ValueError(
