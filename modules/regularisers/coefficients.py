@@ -162,11 +162,13 @@ class SteppedCoef(Coef):
     def step(self, state: CoefState, bonus: bool) -> float:
         if state.measured is None:
             return state.value
-        moved = state.value + (self.delta if self._missed(state, bonus) else -self.delta)
-        return max(self.lowest, min(self.highest, moved))
+        return self._bounded(state.value + (self.delta if self._missed(state, bonus) else -self.delta))
 
     def applied(self, state: CoefState, bonus: bool) -> float:
-        return state.value if self._missed(state, bonus) else 0.0
+        return self._bounded(state.value) if self._missed(state, bonus) else 0.0  # of a run that has other bounds, too
+
+    def _bounded(self, value: float) -> float:
+        return max(self.lowest, min(self.highest, value))
 
     def _missed(self, state: CoefState, bonus: bool) -> bool:
         if state.measured is None:

@@ -262,6 +262,18 @@ def test_a_rule_of_ones_own_goes_on() -> None:
         changed.load_state_dict(first.state_dict())
 
 
+@pytest.mark.parametrize(("bounds", "expected"), [((0.0, 0.2), 0.2), ((0.7, 0.9), 0.7), ((0.0, 1.0), 0.5)])
+def test_bounds_hold_from_the_first_step_of_going_on(bounds: tuple[float, float], expected: float) -> None:
+    first = Coefs({"x": SteppedCoef(1.0, start=0.4, delta=0.1)})
+    first.step({"x": 2.0})
+    assert first["x"] == pytest.approx(0.5)
+    lowest, highest = bounds
+    second = Coefs({"x": SteppedCoef(1.0, start=lowest, delta=0.1, lowest=lowest, highest=highest)})
+    with pytest.warns(UserWarning, match=rf"which goes on from {expected:g};"):
+        second.load_state_dict(first.state_dict())
+    assert second["x"] == pytest.approx(expected)
+
+
 def test_another_rule_begins_which_is_told() -> None:
     first, other = Coefs({"x": Halving(0.8)}), Coefs({"x": LinearCoef(0.3, 0.1, 4)})
     first.step({"x": 1.0})
