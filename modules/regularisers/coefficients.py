@@ -106,7 +106,7 @@ class ProportionalCoef(Coef):
     Args:
         start: what it begins with, above 0.
         target: what is held, in nats a token (of a cost of one's own: its unit), above 0.
-        gain: share by which it moves at most, over 0.2. verl's and TRL's `horizon` of h episodes is a gain of
+        gain: share by which it moves at most, over 0.2. verl's `horizon` of h episodes is a gain of
             episodes a step / h.
 
     Raises:
