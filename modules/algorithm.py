@@ -19,7 +19,7 @@ from torch import Tensor
 from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
 from app.functions import Choice, Function, choose
-from modules.advantages import ADVANTAGES, Estimate
+from modules.advantages import ADVANTAGES, Estimate, is_of_ones_own
 from modules.corrections import CORRECTIONS
 from modules.episodes import call_rewards, earned, episodes, taking_part
 from modules.objectives import OBJECTIVES, traits_of
@@ -195,7 +195,7 @@ class Algorithm:
 
     @staticmethod
     def _is_ours(choice: Choice) -> bool:
-        return bool(choice.function.__module__.startswith("modules."))
+        return bool(choice.function.__module__.startswith("modules.") and not is_of_ones_own(choice))
 
     def _try_advantage(self, episodes: int = 2) -> None:
         assert self.advantage is not None
