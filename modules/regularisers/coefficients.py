@@ -184,7 +184,7 @@ class Coefs:
         bonuses: names of those that raise what they measure.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither, or a rule without a start.
     """
 
     def __init__(self, given: Mapping[str, float | Coef], bonuses: Collection[str] = ()) -> None:
@@ -193,7 +193,8 @@ class Coefs:
         self._fixed = {name: coef for name, coef in given.items() if not isinstance(coef, Coef)}
         self._rules = {name: coef for name, coef in given.items() if isinstance(coef, Coef)}
         self._bonuses = bonuses
-        self._states = {name: CoefState(float(rule.start)) for name, rule in self._rules.items()}
+        starts = {name: getattr(rule, "start", None) for name, rule in self._rules.items()}
+        self._states = {n: CoefState(_number(n, self._rules[n], start, 0)) for n, start in starts.items()}
 
     def __getitem__(self, name: str) -> float:
         """What costs of `name` are multiplied by in this step.
@@ -255,7 +256,7 @@ def _number(name: str, rule: Coef, given: Any, steps: int) -> float:
 def _no_number(name: str, rule: Coef, given: Any, steps: int) -> ValueError:
     return ValueError(
         f"regularisers.{name}: coef: {type(rule).__name__} gives {given} after {steps} steps, must be finite and at"
-        " least 0: mend its step or applied"
+        " least 0: mend its start, step or applied"
     )
 
 

@@ -113,6 +113,17 @@ def test_a_rule_of_ones_own_that_gives_no_number_is_named(value: Any) -> None:
         seen(Gives(value), [0.1])
 
 
+@pytest.mark.parametrize("start", [None, math.nan, "much"])
+def test_so_is_one_without_a_start(start: Any) -> None:
+    class Without(Halving):
+        def __init__(self) -> None:
+            if start is not None:
+                self.start = start
+
+    with pytest.raises(ValueError, match=r"regularisers\.x: coef: Without gives .* after 0 steps.*mend its start"):
+        Coefs({"x": Without()})
+
+
 @pytest.mark.parametrize("value", [np.float64(0.25), np.array(0.25), torch.tensor(0.25), 0.25])
 def test_checkpoints_hold_plain_numbers(value: Any) -> None:
     coefs = Coefs({"x": Gives(value)})
