@@ -19,9 +19,9 @@ from torch import Tensor
 from app import checks
 from app.batch import BatchError, RolloutBatch, Trajectory
 from app.functions import Choice, Function, choose
-from modules.advantages import ADVANTAGES, Estimate
+from modules.advantages import ADVANTAGES, Estimate, is_of_ones_own
 from modules.corrections import CORRECTIONS
-from modules.episodes import call_rewards, earned, episodes
+from modules.episodes import call_rewards, earned, episodes, taking_part
 from modules.objectives import OBJECTIVES, traits_of
 from modules.objectives.calls import check_alone, check_untrained, marked, shaped, with_stats
 from modules.regularisers import LIKELIEST, REGULARISERS, Coef, Coefs
@@ -123,7 +123,7 @@ class Algorithm:
         whole_step: the objective sees all sequences of an optimizer step at once.
         objective_metrics: names of what `losses` returns to be logged. metrics: those and what `costs` adds.
         penalties: names of the episode means that `token_rewards` returns.
-        coefs: by regulariser and penalty. measured: by penalty, the mean cost of the last batch's trained tokens.
+        coefs: by regulariser and penalty. measured: by penalty, the mean cost over tokens that the last batch trains.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -195,7 +195,7 @@ class Algorithm:
 
     @staticmethod
     def _is_ours(choice: Choice) -> bool:
-        return bool(choice.function.__module__.startswith("modules."))
+        return bool(choice.function.__module__.startswith("modules.") and not is_of_ones_own(choice))
 
     def _try_advantage(self, episodes: int = 2) -> None:
         assert self.advantage is not None
@@ -237,15 +237,15 @@ class Algorithm:
             float32 [T], 0 on tokens that are not trained; the sum of each penalty over the batch, by metric name.
         """
         total, sums = call_rewards(batch), {}
+        own = batch.flat_index(taking_part(batch, list(range(len(batch))), ""))
         if self.reward_costs:
             inputs = {**inputs, "episodes": episodes(batch)[2], "turns": batch.turn_indices}
         for name, (_, choice) in zip(self.penalties, self.reward_costs):
             cost = shaped(choice(inputs), batch.tokens, choice)
             cost = _finite(cost, batch.loss_mask, batch, f"regularisers.{choice.name}", _BAD_COST)
             total -= self.coefs[name] * cost
-            found = float(cost.sum(dtype=torch.float64))
-            sums[name] = self.coefs[name] * found
-            self.measured[name] = found / max(1, int(batch.loss_mask.sum()))
+            sums[name] = self.coefs[name] * float(cost.sum(dtype=torch.float64))
+            self.measured[name] = float(cost[own][batch.loss_mask[own]].mean(dtype=torch.float64)) if len(own) else None
         return total, sums
 
     def credit(
@@ -433,7 +433,7 @@ class Algorithm:
             reported += [(one, name) for name in stats if one is not None]
         reported += [(c, c.name) for _, c in self.loss_costs if c.function is not REGULARISERS["entropy"]]
         reported += [(choice, f"penalty/{choice.name}") for _, choice in self.reward_costs]
-        owners = dict.fromkeys(LOGGED, "the run")
+        owners = dict.fromkeys((*LOGGED, *self.coefs.logged), "the run")
         for choice, name in reported:
             if name in owners:
                 raise ValueError(

@@ -106,10 +106,10 @@ class PolicyModule(TreeModule):
     staleness and staleness_max (versions between sampling and training, of tokens that have one), tokens/*, tokens/s
     (dense tokens of all ranks by rank 0's wall seconds of the step, its wait for the batch included, whichever passes
     it ran); with a correction correction_weight and correction_ess, the effective share of the samples; at index 0,
-    where the batch has not moved the weights yet, penalty/* (an episode), with hints taught (the share of trained
-    tokens whose teacher was shown one), and on tokens that the current version sampled only: mismatch_kl (by k3) and
-    logprob_diff_max (sampler against trainer; left out when there are none, as in asynchronous runs once rollouts are
-    ahead).
+    where the batch has not moved the weights yet, penalty/* (an episode) and coef/penalty/*, with hints taught (the
+    share of trained tokens whose teacher was shown one), and on tokens that the current version sampled only:
+    mismatch_kl (by k3) and logprob_diff_max (sampler against trainer; left out when there are none, as in asynchronous
+    runs once rollouts are ahead).
     Validation and test: `val/accuracy`, `test/accuracy`, the mean reward over episodes; `val/mismatch_kl` and
     `val/logprob_diff_max`, the same comparison on a sample of their episodes; `val/pass@k` and so on, behind a set's
     name `val/<set>/` where sets have names: see `modules.evaluation`.
@@ -407,8 +407,10 @@ class PolicyModule(TreeModule):
             assert self._handle is not None
             total, episodes = episode_reward(self.batch)
             means["reward"] = (total, episodes)
-            means |= {name: (coef, 1) for name, coef in self.algorithm.coefs.logged.items()}
-            if self._handle.index == 0:
+            first, applied = self._handle.index == 0, self.algorithm.coefs.logged.items()
+            # From its second step on a batch has the next one's in the reward.
+            means |= {name: (coef, 1) for name, coef in applied if first or not name.startswith("coef/penalty/")}
+            if first:
                 means |= {name: (penalty, episodes) for name, penalty in self._penalties.items()}
                 if TAUGHT in self.batch.columns:
                     means[TAUGHT] = share_taught(self.batch)

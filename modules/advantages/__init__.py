@@ -22,7 +22,7 @@ from modules.advantages.estimate import Estimate
 from modules.advantages.gae import gae
 from modules.advantages.gae_turn import gae_turn
 from modules.advantages.grpo import dr_grpo, grpo
-from modules.advantages.high_entropy import high_entropy
+from modules.advantages.high_entropy import high_entropy, is_of_ones_own
 from modules.advantages.reinforce_pp import reinforce_pp
 from modules.advantages.reward import reward
 from modules.advantages.rloo import rloo
@@ -34,4 +34,4 @@ ADVANTAGES = {
 }
 """Estimators by the names they have in YAML."""
 
-__all__ = ["ADVANTAGES", "Estimate"]
+__all__ = ["ADVANTAGES", "Estimate", "is_of_ones_own"]

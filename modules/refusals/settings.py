@@ -210,9 +210,13 @@ def check_aggregation(mode: str, constant: float | None) -> None:
 
 def note_aggregation(algorithm: Algorithm, given: str | None, mode: str) -> None:
     """A line for those who name half of Dr.GRPO."""
-    if algorithm.advantage is not None and algorithm.advantage.name == "dr_grpo" and given is None:
+    chosen, key = algorithm.advantage, "advantage"
+    name = chosen.name if chosen is not None else ""
+    if chosen is not None and name == "high_entropy":
+        name, key = chosen.options.get("estimator", ""), "advantage_options: estimator"
+    if name == "dr_grpo" and given is None:
         rank_zero_warn(
-            f"advantage=dr_grpo is half of Dr.GRPO: aggregation is {mode}, the paper's is constant (with"
+            f"{key}=dr_grpo is half of Dr.GRPO: aggregation is {mode}, the paper's is constant (with"
             " aggregation_constant, the longest answer in tokens); naming an aggregation silences this line"
         )
 
@@ -236,6 +240,7 @@ _WEIGHTS = (
 _PASSES = {  # columns: what they are, and the option of the model that they are of
     "reference": ("the reference's log-probability", "model.reference"),
     "proximal": ("the policy's log-probability", "model.model"),
+    "entropy": ("the policy's entropy", "model.model"),
     "values": ("the critic's value", "model.critic (model.model where it is shared)"),
 }
 

@@ -12,7 +12,8 @@ target.
           coef: {class_path: modules.regularisers.LinearCoef, init_args: {start: 0.05, end: 0.0, steps: 500}}
 
 Promises: all tokens of an optimizer step weigh by one coefficient, the same on all ranks (in the reward: all of a
-rollout batch); it changes after the step, by what was measured over all of it; checkpoints hold how far it is.
+rollout batch); it changes after the step, by what was measured over all of it, and where nothing was (a step without
+sequences) by no measurement of another's; checkpoints hold how far it is.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ class Coef(ABC):
 
     start: float
 
+    def __repr__(self) -> str:
+        """What checkpoints know it by: its class, and what it was made with."""
+        options = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(options)})"
+
     @abstractmethod
     def step(self, state: CoefState, bonus: bool) -> float:
         """The value after a step.
 
         Args:
-            state: `steps` and `measured` with that step, `value` before it.
+            state: `value` before that step, `steps` with it, `measured` what it measured, None where it had no tokens.
             bonus: the regulariser raises what is measured, as entropy's does; all others make it small.
         """
 
@@ -100,7 +106,7 @@ class ProportionalCoef(Coef):
     Args:
         start: what it begins with, above 0.
         target: what is held, in nats a token (of a cost of one's own: its unit), above 0.
-        gain: share by which it moves at most, over 0.2. verl's and TRL's `horizon` of h episodes is a gain of
+        gain: share by which it moves at most, over 0.2. verl's `horizon` of h episodes is a gain of
             episodes a step / h.
 
     Raises:
@@ -156,11 +162,13 @@ class SteppedCoef(Coef):
     def step(self, state: CoefState, bonus: bool) -> float:
         if state.measured is None:
             return state.value
-        moved = state.value + (self.delta if self._missed(state, bonus) else -self.delta)
-        return max(self.lowest, min(self.highest, moved))
+        return self._bounded(state.value + (self.delta if self._missed(state, bonus) else -self.delta))
 
     def applied(self, state: CoefState, bonus: bool) -> float:
-        return state.value if self._missed(state, bonus) else 0.0
+        return self._bounded(state.value) if self._missed(state, bonus) else 0.0  # of a run that has other bounds, too
+
+    def _bounded(self, value: float) -> float:
+        return max(self.lowest, min(self.highest, value))
 
     def _missed(self, state: CoefState, bonus: bool) -> bool:
         if state.measured is None:
@@ -176,7 +184,7 @@ class Coefs:
         bonuses: names of those that raise what they measure.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither, or a rule without a start.
     """
 
     def __init__(self, given: Mapping[str, float | Coef], bonuses: Collection[str] = ()) -> None:
@@ -185,24 +193,22 @@ class Coefs:
         self._fixed = {name: coef for name, coef in given.items() if not isinstance(coef, Coef)}
         self._rules = {name: coef for name, coef in given.items() if isinstance(coef, Coef)}
         self._bonuses = bonuses
-        self._states = {name: CoefState(float(rule.start)) for name, rule in self._rules.items()}
+        starts = {name: getattr(rule, "start", None) for name, rule in self._rules.items()}
+        self._states = {n: CoefState(_number(n, self._rules[n], start, 0)) for n, start in starts.items()}
 
     def __getitem__(self, name: str) -> float:
         """What costs of `name` are multiplied by in this step.
 
         Raises:
-            ValueError: a rule gives no such number.
+            ValueError: a rule gives no finite number of at least 0.
         """
         if name in self._fixed:
             return self._fixed[name]
         rule, state = self._rules[name], self._states[name]
-        found = rule.applied(state, name in self._bonuses)
-        if not 0 <= found < math.inf:
-            raise ValueError(
-                f"regularisers.{name}: coef: {type(rule).__name__} gives {found} after {state.steps} steps, must be"
-                " finite and at least 0: mend its step or applied"
-            )
-        return float(found)
+        found = _number(name, rule, rule.applied(state, name in self._bonuses), state.steps)
+        if found < 0:
+            raise _no_number(name, rule, found, state.steps)
+        return found
 
     @property
     def logged(self) -> dict[str, float]:
@@ -214,24 +220,44 @@ class Coefs:
         for name in measured.keys() & self._rules.keys():
             state, now = self._states[name], measured[name]
             known = now is not None and math.isfinite(now)
-            state = replace(state, steps=state.steps + 1, measured=now if known else state.measured)
-            self._states[name] = replace(state, value=self._rules[name].step(state, name in self._bonuses))
+            rule, done = self._rules[name], replace(state, steps=state.steps + 1, measured=now if known else None)
+            value = _number(name, rule, rule.step(done, name in self._bonuses), done.steps)
+            self._states[name] = replace(done, value=value, measured=now if known else state.measured)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {name: {"rule": repr(self._rules[name]), **asdict(state)} for name, state in self._states.items()}
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Those that were of the same class go on where they were, which is told where their options are others now."""
+        """Those that were of the same class go on where they were, others begin; which is told of all but rules with
+        the same options."""
         for name in saved.keys() & self._rules.keys():
-            rule, state = self._rules[name], dict(saved[name])
-            before, now = str(state.pop("rule")), repr(rule)
+            state, now = dict(saved[name]), repr(self._rules[name])
+            before, how = str(state.pop("rule")), "begins at"
             if before.partition("(")[0] == now.partition("(")[0]:
-                self._states[name] = CoefState(**state)
-                if before != now:
-                    rank_zero_warn(
-                        f"model.regularisers.{name}.coef was {before} and is {now}, which goes on from"
-                        f" {self[name]:g}, where the checkpoint is after {state['steps']} steps"
-                    )
+                self._states[name], how = CoefState(**state), "goes on from"
+            if before != now:
+                rank_zero_warn(
+                    f"model.regularisers.{name}.coef was {before} and is {now}, which {how} {self[name]:g}; the"
+                    f" checkpoint is after {state['steps']} steps"
+                )
+
+
+def _number(name: str, rule: Coef, given: Any, steps: int) -> float:
+    """What a rule gives, as checkpoints can load it: numpy's numbers and tensors they cannot."""
+    try:
+        found = float(given)
+    except (TypeError, ValueError):
+        raise _no_number(name, rule, given, steps) from None
+    if not math.isfinite(found):
+        raise _no_number(name, rule, given, steps)
+    return found
+
+
+def _no_number(name: str, rule: Coef, given: Any, steps: int) -> ValueError:
+    return ValueError(
+        f"regularisers.{name}: coef: {type(rule).__name__} gives {given} after {steps} steps, must be finite and at"
+        " least 0: mend its start, step or applied"
+    )
 
 
 def _check(name: str, coef: Any) -> None:

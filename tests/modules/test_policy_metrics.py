@@ -394,9 +394,13 @@ def test_source_of_reference_may_be_a_model() -> None:
 def test_half_of_dr_grpo_is_said_to_be() -> None:
     with pytest.warns(UserWarning, match=r"advantage=dr_grpo is half of Dr\.GRPO: aggregation is token_mean"):
         PolicyModule(source(), advantage="dr_grpo")
+    inside: dict[str, Any] = {"advantage": "high_entropy", "advantage_options": {"estimator": "dr_grpo"}}
+    with pytest.warns(UserWarning, match=r"advantage_options: estimator=dr_grpo is half of Dr\.GRPO"):
+        PolicyModule(source(), **inside)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PolicyModule(source(), advantage="dr_grpo", aggregation="token_mean")
+        PolicyModule(source(), **inside, aggregation="token_mean")
 
 
 class Counting(nn.Module):

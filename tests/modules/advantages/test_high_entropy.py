@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.batch import LEFT_OUT, RolloutBatch
+from app.batch import LEFT_OUT, BatchError, RolloutBatch
 from modules import PolicyModule
 from modules.advantages import ADVANTAGES
 from modules.advantages.high_entropy import high_entropy
@@ -37,6 +38,58 @@ def test_the_share_of_tokens_with_the_highest_entropy_keeps_its_advantage(share:
     chosen = torch.zeros(batch.num_tokens, dtype=torch.bool)
     chosen[list(kept(batch, entropy, share))] = True
     assert torch.equal(found[batch.loss_mask], (full * chosen)[batch.loss_mask])
+
+
+HERE = __name__
+
+
+def writes(batch: RolloutBatch) -> Tensor:
+    batch.rewards -= 0.1
+    return ADVANTAGES["grpo"](batch)  # type: ignore[no-any-return, operator]
+
+
+def in_a_list(batch: RolloutBatch) -> Any:
+    return [0.0] * batch.num_tokens
+
+
+def of_sequences(batch: RolloutBatch) -> Tensor:
+    return batch.rewards
+
+
+def of_metadata(batch: RolloutBatch) -> Tensor:
+    assert all("level" in one for one in batch.metadata)
+    return ADVANTAGES["grpo"](batch)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (writes, r"high_entropy writes into batch\.rewards"),
+        (in_a_list, r"estimator=.*in_a_list: expected a tensor of shape \(213,\), one a token, got list"),
+        (of_sequences, r"estimator=.*of_sequences: expected a tensor of shape \(213,\), .* got shape \(15,\)"),
+        (of_metadata, None),
+    ],
+)
+def test_an_estimator_of_ones_own_is_held_to_what_advantages_are(estimator: Any, message: str | None) -> None:
+    batch = make_batch()
+    for one in batch.metadata:
+        one["level"] = 1  # which made-up batches have not
+    options = {"share": 0.3, "estimator": f"{HERE}.{estimator.__name__}"}
+    module = PolicyModule(source(), optimizer=sgd, advantage="high_entropy", advantage_options=options)
+    with nullcontext() if message is None else pytest.raises(BatchError, match=message):
+        fit(module, [batch])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": f"{HERE}.missing"}, "advantage_options: estimator.*missing"),
+        ({"estimator": f"{HERE}.of_metadata", "share": 1.0}, "advantage_options: share: 1.0, must be below 1"),
+    ],
+)
+def test_so_are_its_options_before_training(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyModule(source(), advantage="high_entropy", advantage_options=options)
 
 
 def test_ties_stay_and_episodes_that_are_left_out_do_not_count() -> None:

@@ -15,6 +15,7 @@ from modules import Regulariser
 from modules.algorithm import Algorithm, LossInputs, with_rewards
 from modules.episodes import episode_prompts, episodes
 from modules.objectives import OBJECTIVES, traits, traits_of
+from modules.regularisers import LinearCoef
 from tests.helpers.tiny_policy import make_batch, naive_grpo
 from tests.modules.objectives.naive_objectives import random_case
 
@@ -324,6 +325,10 @@ def test_a_regulariser_may_be_what_the_anchor_is_for() -> None:
         (
             {"objective": reports("penalty/kl"), "regularisers": [KL_IN_REWARD]},
             "kl: reports 'penalty/kl', a name by which named",
+        ),
+        (
+            {"objective": reports("coef/kl"), "regularisers": [Regulariser("kl", LinearCoef(0.1, 0.0, 5))]},
+            "named: reports 'coef/kl', a name by which the run",
         ),
         ({"regularisers": [Regulariser("kl", 0.1)] * 2}, "regularisers: kl is given twice in the loss"),
         ({"regularisers": [Regulariser("kl", 0.1, options={"estimator": "k1"})]}, "k1 is zero in expectation"),

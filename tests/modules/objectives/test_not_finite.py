@@ -58,6 +58,8 @@ def test_so_are_values_and_what_rewards_are_made_of(broken: ModelSource) -> None
     """They were told as an advantage, and as a cost, whose function was to be corrected."""
     with pytest.raises(BatchError, match=r"model\.critic .*: the critic's value is nan for token"):
         fit(ActorCriticModule(source(), critic=broken, optimizer=sgd), [make_batch()])
+    with pytest.raises(BatchError, match=r"model\.model: the policy's entropy is nan for token"):
+        fit(PolicyModule(broken, advantage="high_entropy", optimizer=sgd), [make_batch()])
     cost = Regulariser("kl", 0.1, "reward", {"estimator": "k1"})
     module = PolicyModule(broken, optimizer=sgd, reference=source(), regularisers=[cost])
     with pytest.raises(BatchError, match=r"model\.model: the policy's log-probability is nan for token"):
