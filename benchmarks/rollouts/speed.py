@@ -223,8 +223,14 @@ async def _load(engine: SGLangEngine, policy: PreTrainedModel, scale: dict[str, 
 
 
 async def _flush(url: str) -> None:
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/flush_cache") as response:
-        response.raise_for_status()
+    """A server refuses (400) as long as it has not noticed the end of its last request."""
+    async with aiohttp.ClientSession() as session:
+        for wait_s in (*[0.1] * 50, 0.0):
+            async with session.post(f"{url}/flush_cache") as response:
+                if response.status != 400 or not wait_s:
+                    response.raise_for_status()
+                    return
+            await asyncio.sleep(wait_s)
 
 
 def median_of(values: dict[str, Any]) -> float:
