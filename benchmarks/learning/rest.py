@@ -27,14 +27,14 @@ from callbacks.pictures import read_metrics
 
 QUESTIONS = 96
 RESTS = (0, 7, 63)
-"""`data.limits.rest`: turns that a prompt sits out at most."""
+"""`data.limits.rest`: turns that a prompt sits out at most; 0 stands for none."""
 
 
 def config(rest: int, seed: int, made: Path, questions: Path, steps: int) -> dict[str, Any]:
     given = hints.config("GRPO", seed, made, steps)
     data = given["data"]["init_args"]
     data["prompts"]["init_args"]["path"] = str(questions)
-    return given | {"data": given["data"] | {"init_args": data | {"filter": FILTER, "limits": {"rest": rest}}}}
+    return given | {"data": given["data"] | {"init_args": data | {"filter": FILTER, "limits": {"rest": rest or None}}}}
 
 
 def result(rest: int, seed: int, run_dir: Path) -> dict[str, Any]:
