@@ -351,7 +351,8 @@ class RolloutDataModule(L.LightningDataModule):
         producer, dealer = self._running_producer(), self._val_dealers[prompts.name]
         dealt = [prompt for prompt in map(dealer.deal, range(first, last)) if prompt is not None]
         groups = producer.evaluate(dealt, prompts.samples, self.validation.temperature, self.limits.collect_deadline_s)
-        if prompts.samples > 1 and self.tokenizer is not None:
+        if prompts.samples > 1:
+            assert self.tokenizer is not None
             groups = with_answers(groups, self.tokenizer, prompts.answer, self._ends)
         return groups, len(dealt)
 

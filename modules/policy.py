@@ -428,8 +428,8 @@ class PolicyModule(TreeModule):
         self.train_metrics.update(means, maxima={"logprob_diff_max": self._peak})
         coefs = self.algorithm.coefs
         if coefs.logged:  # here, so that checkpoints of this step have the next one's
-            found = {name: float(value) for name, value in self.train_metrics.compute().items()}
-            coefs.step({choice.name: found.get(choice.name) for _, choice in self.algorithm.loss_costs})
+            found, costs = self.train_metrics.compute(), (choice.name for _, choice in self.algorithm.loss_costs)
+            coefs.step({name: float(found[name]) if name in found else None for name in costs})
             assert self._handle is not None
             if self._handle.index == 0:  # costs in the reward are of a batch, and rank 0's
                 coefs.step(self.algorithm.measured)

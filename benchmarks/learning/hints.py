@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,20 +121,27 @@ def draw(report: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None, runs: str, steps: int, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Of a benchmark on examples/smollm2; ends the program where that was not prepared."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/learning"))
     parser.add_argument("--made", type=Path, default=ROOT / "runs/smollm2", help="what examples.smollm2.prepare wrote")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/learning_hints", help="where the runs write")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / runs, help="where the runs write")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of every run")
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of every run")
     parser.add_argument("--deadline_s", type=float, default=3600.0, help="seconds one run may take")
     parser.add_argument("--hardware", default=f"{os.cpu_count()} cores", help="what the report says the machine is")
     args = parser.parse_args(argv)
     if not (args.made / "model" / "config.json").exists():
         parser.error(f"--made: no model in {args.made}: python -m examples.smollm2.prepare {args.made}")
-    command = f"python -m benchmarks.learning.hints --seeds {args.seeds} --steps {args.steps}"
     args.out.mkdir(parents=True, exist_ok=True)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = arguments(__doc__, "learning_hints", 20, argv)
+    command = f"python -m benchmarks.learning.hints --seeds {args.seeds} --steps {args.steps}"
     results = finished(args.out / "hints.json", command)
     report: dict[str, Any] = {"command": command, "hardware": args.hardware}
     for seed in range(1, args.seeds + 1):
@@ -143,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if any((one["case"], one["seed"]) == (case, seed) for one in results):
                 continue
             run_dir = args.runs / f"{case.replace(' ', '_')}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # of one that was stopped
             run(config(case, seed, args.made, args.steps), run_dir, args.deadline_s)
             results.append(result(case, seed, run_dir))
             results.sort(key=lambda one: (list(CASES).index(one["case"]), one["seed"]))

@@ -12,9 +12,6 @@ every run; one that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 from benchmarks.common.records import write_json
 from benchmarks.learning import hints
-from benchmarks.learning.__main__ import FILTER, ROOT, finished, run
+from benchmarks.learning.__main__ import FILTER, finished, run
 from callbacks.pictures import read_metrics
 
 QUESTIONS = 96
@@ -70,20 +67,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/learning"))
-    parser.add_argument("--made", type=Path, default=ROOT / "runs/smollm2", help="what examples.smollm2.prepare wrote")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/learning_rest", help="where the runs write")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run")
-    parser.add_argument("--deadline_s", type=float, default=3600.0, help="seconds one run may take")
-    parser.add_argument("--hardware", default=f"{os.cpu_count()} cores", help="what the report says the machine is")
-    args = parser.parse_args(argv)
-    if not (args.made / "model" / "config.json").exists():
-        parser.error(f"--made: no model in {args.made}: python -m examples.smollm2.prepare {args.made}")
+    args = hints.arguments(__doc__, "learning_rest", 30, argv)
     command = f"python -m benchmarks.learning.rest --seeds {args.seeds} --steps {args.steps}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.runs.mkdir(parents=True, exist_ok=True)
     questions = args.runs / "questions.jsonl"
     with (args.made / "train.jsonl").open() as lines:
         questions.write_text("".join(islice(lines, QUESTIONS)))
@@ -94,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if any((one["rest"], one["seed"]) == (rest, seed) for one in results):
                 continue
             run_dir = args.runs / f"{rest}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # of one that was stopped
             run(config(rest, seed, args.made, questions, args.steps), run_dir, args.deadline_s)
             results.append(result(rest, seed, run_dir))
             results.sort(key=lambda one: (one["rest"], one["seed"]))
